@@ -114,6 +114,37 @@ class SteppedPolicy(Protocol):
         """Let go of one between two steps; nothing where it has ended."""
 
 
+class OneCall:
+    """A policy that answers a batch in one call, played in rounds: each ends what has joined."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._joined: list[Running] = []
+
+    def start(self, batch: Sequence[ActRequest]) -> Sequence[Running]:
+        """Have observations wait for the next step."""
+        started = [Running(one) for one in batch]
+        self._joined += started
+        return started
+
+    def step(self, first: Collection[Running] = ()) -> Sequence[Running]:
+        """Answer all that has joined."""
+        joined, self._joined = self._joined, []
+        answers = self._policy.act([one.request for one in joined])
+        for one, answer in zip(joined, answers, strict=True):
+            one.answer = answer
+        return joined
+
+    def cancel(self, running: Running) -> None:
+        """Let go of one that has joined."""
+        self._joined = [one for one in self._joined if one is not running]
+
+
+def stepped(policy: Policy) -> SteppedPolicy:
+    """Return a policy as one that is played round by round, which it may be already."""
+    return policy if isinstance(policy, SteppedPolicy) else OneCall(policy)
+
+
 @dataclass(frozen=True, eq=False)
 class ActionLimits:
     """What any action of a robot must look like, so that a server can refuse one that does not.

@@ -14,8 +14,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from deft_client.types import ActOptions, Observation
 from deft_server.errors import DeadlineError, OverloadedError
-from deft_server.serving.queue import FrameQueue, QueuedFrame, QueueRules
+from deft_server.serving.queue import FrameQueue, QueueRules
+from deft_server.serving.request import Request
+from deft_server.serving.sessions import RobotSession
 from scripts.plan.service_times import QUANTILE_STEPS, ServiceTimes
 
 _ROUGHLY = 0.9  # a drawn fleet may be lucky
@@ -81,7 +84,7 @@ class _Flight(NamedTuple):
     lands_s: float
     number: int
     started_s: float
-    frames: list[QueuedFrame]
+    frames: list[Request]
 
 
 class Simulation:
@@ -118,24 +121,27 @@ class Simulation:
             num_refused=self._fates["refused"],
             num_missed=self._fates["missed"],
             mean_batch=float(np.mean(self._batches)) if self._batches else 0.0,
-            replica_load=self._replica_busy_s / (fleet.seconds * self._queue.num_replicas),
+            replica_load=self._replica_busy_s
+            / (fleet.seconds * self._queue.admission.num_replicas),
             front_load=self._front_busy_s / fleet.seconds,
         )
 
-    def _frames(self) -> Iterator[tuple[QueuedFrame, float]]:
+    def _frames(self) -> Iterator[tuple[Request, float]]:
         """Return all frames, and when the front is through with each and it joins the line."""
         fleet, front_s = self._fleet, self._capacity.front_s
         sent_s = self._sent_s()
         order = np.argsort(sent_s, axis=None, kind="stable")
-        names = [f"robot {robot}" for robot in range(fleet.num_robots)]
+        sessions = [RobotSession("", f"robot {one}", 0.0) for one in range(fleet.num_robots)]
+        seen, options = Observation(np.zeros((1, 1, 3), np.uint8), "lift the cup"), ActOptions()
         front_free_s = 0.0
-        for number, index in enumerate(order.tolist(), 1):
-            at_s, name = float(sent_s.flat[index]), names[index // sent_s.shape[1]]
+        for index in order.tolist():
+            at_s, session = float(sent_s.flat[index]), sessions[index // sent_s.shape[1]]
             self._count("sent", at_s)
             front_free_s = max(front_free_s, at_s) + front_s
             self._front_busy_s += front_s
             deadline_s = at_s + fleet.deadline_s
-            yield QueuedFrame(number, name, at_s, deadline_s), front_free_s
+            frame = Request(seen, options, session, at_s, deadline_s, session.flow)
+            yield frame, front_free_s
 
     def _sent_s(self) -> NDArray[np.float64]:  # [robot, beat]
         """Return when the frames are sent: every period, a little early or late."""
@@ -153,7 +159,7 @@ class Simulation:
             self._finish(flight)
             self._start_batches(flight.lands_s)
 
-    def _join(self, frame: QueuedFrame, now_s: float) -> None:
+    def _join(self, frame: Request, now_s: float) -> None:
         try:
             superseded = self._queue.offer(frame, now_s)
         except DeadlineError:
@@ -175,7 +181,7 @@ class Simulation:
                 return
             self._start(chosen, now_s)
 
-    def _start(self, frames: list[QueuedFrame], now_s: float) -> None:
+    def _start(self, frames: list[Request], now_s: float) -> None:
         size = len(frames)
         service_s = self._quantiles_s[size - 1][self._random.integers(QUANTILE_STEPS)]
         self._replica_busy_s += max(0.0, min(service_s, self._fleet.seconds - now_s))
@@ -185,7 +191,7 @@ class Simulation:
     def _finish(self, flight: _Flight) -> None:
         now_s = flight.lands_s
         for frame in flight.frames:
-            self._queue.finish(frame, now_s, now_s - flight.started_s)
+            self._queue.admission.finish(frame, now_s, now_s - flight.started_s)
             latency_s = now_s + self._capacity.added_s - frame.arrived_s
             if now_s > frame.deadline_s:
                 self._count("missed", frame.arrived_s)

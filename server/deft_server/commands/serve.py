@@ -31,7 +31,7 @@ from deft_server.replicas.front import ReplicaHost
 from deft_server.replicas.ray_serve import RayCluster, import_ray
 from deft_server.serving.access import KeyFileError
 from deft_server.serving.hosting import RemotePolicy
-from deft_server.serving.scheduler import ServerPhase
+from deft_server.serving.lifecycle import ServerPhase
 from deft_server.settings import Settings, SettingsError, is_loopback
 
 SWITCH_INTERVAL_S = 0.0005

@@ -13,7 +13,7 @@ from itertools import islice
 from deft_client.types import DecodeTrace, Image, Observation, PassTrace
 from deft_policies.errors import NoActionError
 from deft_server.serving.access import Caller
-from deft_server.serving.service import Event, FinishedAction, SessionEnded
+from deft_server.serving.events import Event, FinishedAction, SessionEnded
 
 MAX_POINTS = 240
 MAX_SESSIONS = 64

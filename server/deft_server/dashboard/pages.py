@@ -31,7 +31,8 @@ from deft_server.dashboard.history import PICTURE_SIDE, History, SessionHistory,
 from deft_server.errors import AccessError, ForbiddenError, OverloadedError
 from deft_server.serving.access import Caller
 from deft_server.serving.bounds import SMALL_BODY_BYTES
-from deft_server.serving.service import Event, Service
+from deft_server.serving.events import Event
+from deft_server.serving.service import Service
 
 MAX_VIEWERS = 16
 PUSH_S = 0.1

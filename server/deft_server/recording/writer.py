@@ -30,7 +30,8 @@ from deft_server.recording.files import (
     TimedStep,
     locked,
 )
-from deft_server.serving.service import Event, EventBus, FinishedAction, Service, SessionEnded
+from deft_server.serving.events import Event, EventBus, FinishedAction, SessionEnded
+from deft_server.serving.service import Service
 from deft_server.settings import SettingsError
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from deft_policies.errors import PolicyError
 from deft_server.errors import NotReadyError
 from deft_server.replicas.replica import FrontState, ReplicaAnswer
 from deft_server.serving.hosting import HostedPolicy, Listener
-from deft_server.serving.queue import Answer, Failure, QueuedFrame
+from deft_server.serving.request import Failure, Outcome, Request
 from deft_server.settings import SettingsError
 
 LOOK_EVERY_S = 0.5
@@ -43,7 +43,7 @@ class Cluster(Protocol):
     async def look(self) -> tuple[str, HostedPolicy]:
         """Ask a replica for the version of its policy, and what a server has to know of it."""
 
-    async def answer(self, request: ActRequest, state: FrontState) -> ReplicaAnswer:
+    async def answer(self, ask: ActRequest, state: FrontState) -> ReplicaAnswer:
         """Have a replica that has a place answer a frame, or raise `ReplicaLostError`."""
 
     def count(self) -> int:
@@ -72,10 +72,10 @@ class ReplicaHost:
         """Begin to find the replicas."""
         self._run(self._watch())
 
-    def submit(self, frames: Sequence[QueuedFrame]) -> None:
+    def submit(self, requests: Sequence[Request]) -> None:
         """Send each frame to whichever replica has a place."""
-        for frame in frames:
-            self._run(self._answer(frame))
+        for request in requests:
+            self._run(self._answer(request))
 
     def stop(self, timeout_s: float) -> bool:
         """Let go of the cluster; frames are no longer waited for."""
@@ -128,24 +128,24 @@ class ReplicaHost:
         logger.info("%d replicas of version %s", self._count, shorten(self._version, 80))
         self._listener.policy_loaded(self, self._policy, self._count)
 
-    async def _answer(self, frame: QueuedFrame) -> None:
+    async def _answer(self, request: Request) -> None:
         started_s = time.perf_counter()
-        frame.outcome, failures = await self._outcome(frame)
-        frame.service_s = time.perf_counter() - started_s  # with the journey
-        self._listener.round_played(self, [frame], failures)
+        request.outcome, failures = await self._outcome(request)
+        request.service_s = time.perf_counter() - started_s  # with the journey
+        self._listener.round_ended(self, [request], failures)
 
-    async def _outcome(self, frame: QueuedFrame) -> tuple[Answer, list[Failure]]:
-        assert frame.request is not None
-        reason, frame.size = "", 1
+    async def _outcome(self, request: Request) -> tuple[Outcome, list[Failure]]:
+        ask = request.ask
+        reason, request.size = "", 1
         num_waiting = self._listener.num_batches_waiting
         for _ in range(TRIES):
-            left_s = frame.deadline_s - time.monotonic()
+            left_s = request.deadline_s - time.monotonic()
             state = FrontState(self._name, self._version, num_waiting, left_s)
             try:
-                returned = await self._cluster.answer(frame.request, state)
+                returned = await self._cluster.answer(ask, state)
                 if returned.policy is not None and returned.version != self._version:
                     self._learn(returned.version, returned.policy)
-                frame.replica, frame.size = returned.replica, returned.size
+                request.replica, request.size = returned.replica, returned.size
                 return returned.unpacked(), returned.failures
             except ReplicaLostError as error:
                 reason = str(error)
@@ -156,4 +156,4 @@ class ReplicaHost:
                 reason = repr(error)
                 logger.exception("a frame was lost on its way")
         lost = NotReadyError(f"the replica was lost: {reason}; send the frame again")
-        return lost, [Failure.LOST]
+        return lost, ["lost"]

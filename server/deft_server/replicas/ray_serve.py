@@ -58,10 +58,10 @@ class PolicyReplica:
         """Return the version of the policy, and what a server has to know of it."""
         return self._replica.version, self._replica.facts
 
-    async def answer(self, request: ActRequest, state: FrontState) -> ReplicaAnswer:
+    async def answer(self, ask: ActRequest, state: FrontState) -> ReplicaAnswer:
         """Answer a frame, in the same rounds as those that are here."""
         self._backlogs.note(state, time.monotonic())
-        return await self._replica.answer(request, state)
+        return await self._replica.answer(ask, state)
 
     def check_health(self) -> None:
         """Raise where the policy hangs: Ray then starts another replica in its place."""
@@ -143,9 +143,9 @@ class RayCluster:
             raise ReplicaLostError(_first_line(error)) from error
         return found
 
-    async def answer(self, request: ActRequest, state: FrontState) -> ReplicaAnswer:
+    async def answer(self, ask: ActRequest, state: FrontState) -> ReplicaAnswer:
         """Have a replica that has a place answer."""
-        response = self._handle.answer.remote(request, state)
+        response = self._handle.answer.remote(ask, state)
         hang_after_s = self._settings.hang_after_s
         try:
             answer: ReplicaAnswer = await asyncio.wait_for(response, hang_after_s)

@@ -1,4 +1,4 @@
-"""A policy that lives elsewhere: what its replica does with a frame, and how the answer travels.
+"""What a replica does with a frame, and how the answer travels back to the front.
 
 A session's memory travels with its frame and returns with the answer, so a replica keeps nothing
 and any replica can answer any frame. Knows nothing of how the two sides reach each other.
@@ -13,8 +13,10 @@ from dataclasses import dataclass, replace
 from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.errors import DeviceError, RequestError
 from deft_server.errors import DeadlineError, PolicyFailedError
-from deft_server.serving.hosting import HostedPolicy, LoadPolicy, Rounds, load_and_warm
-from deft_server.serving.queue import Answer, Failure, QueuedFrame
+from deft_server.serving.hosting import HostedPolicy, LoadPolicy, load_and_warm
+from deft_server.serving.request import Failure, Outcome, Request
+from deft_server.serving.rounds import Rounds
+from deft_server.serving.sessions import RobotSession
 
 BACKLOG_FRESH_S = 5.0
 
@@ -63,7 +65,7 @@ class ReplicaAnswer:
     policy: HostedPolicy | None = None
     size: int = 1  # the most frames that were answered together with this one
 
-    def unpacked(self) -> Answer:
+    def unpacked(self) -> Outcome:
         """Return the answer as the scheduler knows it."""
         return self.answer.unpacked() if isinstance(self.answer, _PackedError) else self.answer
 
@@ -99,8 +101,8 @@ class Replica:
         policy = self._thread.submit(load_and_warm, load).result()
         self.policy = HostedPolicy.of(policy)
         self._rounds = Rounds(policy)
-        self._joining: list[QueuedFrame] = []
-        self._ended: dict[QueuedFrame, asyncio.Future[list[Failure]]] = {}
+        self._joining: list[Request] = []
+        self._ended: dict[Request, asyncio.Future[list[Failure]]] = {}
         self._playing: asyncio.Task[None] | None = None
 
     @property
@@ -113,32 +115,34 @@ class Replica:
         """How many frames are here."""
         return len(self._ended)
 
-    async def answer(self, request: ActRequest, state: FrontState) -> ReplicaAnswer:
+    async def answer(self, ask: ActRequest, state: FrontState) -> ReplicaAnswer:
         """Answer a frame, in the same rounds as all that are here."""
         now_s = time.monotonic()
-        frame = QueuedFrame(0, "", now_s, now_s + state.left_s, request=request)
+        session = RobotSession("", None, now_s, ask.memory)  # the front keeps the robot's
+        deadline_s = now_s + state.left_s
+        request = Request(ask.observation, ask.options, session, now_s, deadline_s)
         failures: list[Failure] = []
         try:
-            self.policy.check(request.observation, request.options)
-            failures = await self._played(frame)
+            self.policy.check(ask.observation, ask.options)
+            failures = await self._played(request)
         except RequestError as error:
-            frame.outcome = error
-        outcome = frame.outcome or DeadlineError("no answer was ready at the deadline")
+            request.outcome = error
+        outcome = request.outcome or DeadlineError("no answer was ready at the deadline")
         known = None if state.version == self.version else self.facts
-        size = max(1, frame.size)
+        size = max(1, request.size)
         return ReplicaAnswer(self._name, self.version, _pack(outcome), failures, known, size)
 
-    async def _played(self, frame: QueuedFrame) -> list[Failure]:
+    async def _played(self, request: Request) -> list[Failure]:
         """Have a frame join, wait until it has ended, and return what failed in that round."""
-        self._joining.append(frame)
-        self._ended[frame] = asyncio.get_running_loop().create_future()
+        self._joining.append(request)
+        self._ended[request] = asyncio.get_running_loop().create_future()
         if self._playing is None:
             self._playing = asyncio.create_task(self._play())
         try:
-            return await self._ended[frame]
+            return await self._ended[request]
         finally:
-            frame.deadline_s = 0.0  # whoever asked may have gone
-            del self._ended[frame]
+            request.is_given_up = True
+            del self._ended[request]
 
     async def _play(self) -> None:
         """Play rounds for as long as anything is on its way."""
@@ -150,15 +154,15 @@ class Replica:
                 ended, failures = await loop.run_in_executor(
                     self._thread, self._rounds.play, joining
                 )
-                for frame in ended:
-                    waiting = self._ended.get(frame)
+                for request in ended:
+                    waiting = self._ended.get(request)
                     if waiting is not None and not waiting.done():  # else it was given up just now
                         waiting.set_result(failures)
         finally:
             self.busy_since_s = self._playing = None
 
 
-def _pack(answer: Answer) -> ActAnswer | _PackedError:
+def _pack(answer: Outcome) -> ActAnswer | _PackedError:
     if isinstance(answer, ActAnswer):
         return answer
     culprit = answer.field if isinstance(answer, RequestError) else None

@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import itemgetter
+from typing import get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -29,7 +30,7 @@ from deft_server.errors import (
     UnsafeAnswerError,
     WrongHostError,
 )
-from deft_server.serving.queue import Failure, QueuedFrame
+from deft_server.serving.request import Failure, Request
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -107,7 +108,7 @@ class Metrics:
         )
         self._keys: set[str] = set()
         # An alert on `increase()` does not see a series that is born with its first event.
-        for kind in (*(one.value for one in Failure), "hang"):
+        for kind in (*get_args(Failure), "hang"):
             self.policy_failures.labels(kind)
         for reason in _REASONS:
             self.unanswered.labels(reason.__name__)
@@ -142,14 +143,14 @@ class Metrics:
         self._keys.add(key)
         self._once(self._key_frames, key, outcome).inc()
 
-    def count_frame(self, frame: QueuedFrame) -> None:
+    def count_frame(self, request: Request) -> None:
         """Count a frame that the policy answered, its time, and who answered it."""
-        self.batch_size.observe(frame.size)
-        self.batch_seconds.observe(frame.service_s)
-        self._once(self.replica_batches, frame.replica).inc()
+        self.batch_size.observe(request.size)
+        self.batch_seconds.observe(request.service_s)
+        self._once(self.replica_batches, request.replica).inc()
         # Frames that were there at the same time share it: a replica is busy once.
-        busy_s = frame.service_s / max(1, frame.size)
-        self._once(self.replica_seconds, frame.replica).inc(busy_s)
+        busy_s = request.service_s / max(1, request.size)
+        self._once(self.replica_seconds, request.replica).inc(busy_s)
 
     def observe_answer(self, chunk: ActionChunk, queue_s: float, total_s: float) -> None:
         """Take in what a policy answered to a frame, and the server's own times."""

@@ -8,13 +8,9 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
-
-import numpy as np
-from numpy.typing import NDArray
 
 from deft_client.types import (
     ActionChunk,
@@ -22,84 +18,27 @@ from deft_client.types import (
     Intervention,
     Observation,
     ServerInfo,
+    StageTimings,
     altered,
 )
-from deft_policies.base import ActionLimits, ActRequest
 from deft_policies.errors import PolicyError, RequestError
-from deft_server.errors import ServerError, UnsafeAnswerError
+from deft_server.errors import NotReadyError, ServerError, UnsafeAnswerError
 from deft_server.serving.access import Access, Caller
 from deft_server.serving.bounds import ConnectionBounds, DecodeThreads
+from deft_server.serving.events import EventBus, FinishedAction, SessionEnded
 from deft_server.serving.hosting import HostedPolicy, LoadPolicy, PolicyThread, RemotePolicy
+from deft_server.serving.lifecycle import Readiness, ServerPhase
 from deft_server.serving.metrics import Metrics
-from deft_server.serving.queue import QueuedFrame
-from deft_server.serving.scheduler import Readiness, Scheduler, ServerPhase
-from deft_server.serving.sessions import RobotSession, SessionStore, flow_of
-from deft_server.settings import ActionRange, Settings
+from deft_server.serving.request import Request
+from deft_server.serving.safety import checked_actions
+from deft_server.serving.scheduler import Scheduler
+from deft_server.serving.sessions import SessionStore, flow_of
+from deft_server.settings import Settings
 
 LARGE_FRAME_BYTES = 1024 * 1024  # of its pictures, decoded; what is smaller counts as its message
-
+_MOST_WARNED = 1024  # callers and inputs that the log names once
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, eq=False)
-class FinishedAction:
-    """One frame and what became of it: an answer, or the error its caller was told of."""
-
-    caller: str
-    session_id: str | None
-    step: int  # answers of this session before this one
-    observation: Observation
-    options: ActOptions
-    chunk: ActionChunk | None
-    error: Exception | None = None
-
-
-@dataclass(frozen=True)
-class SessionEnded:
-    """A session was reset or forgotten: the next frame under its id is another episode."""
-
-    caller: str
-    session_id: str
-
-
-Event = FinishedAction | SessionEnded
-Listen = Callable[[Event], None]
-
-
-_MOST_WARNED = 1024  # callers that the log says something of once
-
-
-class EventBus:
-    """Tells whoever listens of every finished action; costs nothing when nobody does.
-
-    Recording and the dashboard listen. A listener runs on the event loop and must be quick.
-    """
-
-    def __init__(self) -> None:
-        self._listeners: tuple[Listen, ...] = ()
-
-    @property
-    def has_listeners(self) -> bool:
-        """Is it worth building an event?"""
-        return bool(self._listeners)
-
-    def listen(self, listener: Listen) -> Callable[[], None]:
-        """Call `listener` with every event until the returned function is called."""
-        self._listeners = (*self._listeners, listener)
-
-        def stop() -> None:
-            self._listeners = tuple(one for one in self._listeners if one is not listener)
-
-        return stop
-
-    def publish(self, event: Event) -> None:
-        """Tell every listener; one that raises does not disturb the others, nor the robot."""
-        for listener in self._listeners:
-            try:
-                listener(event)
-            except Exception:
-                logger.exception("a listener failed on %s", type(event).__name__)
 
 
 class Service:
@@ -138,7 +77,8 @@ class Service:
         """The loaded policy, or `NotReadyError`."""
         self.readiness.require()
         policy = self.scheduler.policy
-        assert policy is not None
+        if policy is None:
+            raise NotReadyError(self.readiness.sentence)
         return policy
 
     @property
@@ -175,42 +115,35 @@ class Service:
         call gives up the frame's place in the line.
         """
         now_s = time.monotonic()
-        started_s = now_s if arrived_s is None else arrived_s
         try:
             policy = self.policy
-            self._check_options(options)
-            if not observation.instruction.strip():
-                raise RequestError("instruction", "it is empty; say what is to be done")
-            self._check_inputs(observation, caller)
+            self._check(observation, options, caller)
             policy.check(observation, options)
         except (ServerError, PolicyError) as error:
             self.metrics.count_outcome(caller.name, error)
             raise
-        session = self.sessions.open(caller.name, options.session_id, now_s)
-        request = ActRequest(observation, session.memory, self._asked(options))
-        frame = self._queued(request, session, caller, started_s)
+        request = self._request(observation, options, caller, now_s, arrived_s or now_s)
         num_bytes = _large_bytes(observation)
         try:
             if num_bytes:
                 self.bounds.held.hold(num_bytes, caller.address)
-            chunk = await self.scheduler.answer(frame)
+            answer = await self.scheduler.submit(request)
             # Replicas may have another policy by now, and the answer is then that one's.
-            chunk = self._checked(chunk, self.scheduler.policy or policy, options.statistics_key)
+            changes = self._safety_of(answer, self.scheduler.policy or policy, options)
         except (ServerError, PolicyError) as error:
             self.metrics.count_outcome(caller.name, error)
-            self._publish(frame, error)
+            self._publish(request, error=error)
             raise
         finally:
             if num_bytes:
                 self.bounds.held.release(num_bytes, caller.address)
-        chunk = self._timed(chunk, frame, now_s)
-        self._publish(frame, chunk)
-        session.num_answers += 1
+        changes["timings"] = self._timings(answer, request, now_s)
+        if self.events.has_listeners:
+            self._publish(request, chunk=altered(answer, changes))
+        changes |= _unwanted(options)
+        request.session.num_answers += 1
         self.metrics.count_outcome(caller.name)
-        unwanted = {} if options.want_trace else {"trace": None}
-        if not options.want_reasoning:
-            unwanted["reasoning"] = None
-        return altered(chunk, unwanted)
+        return altered(answer, changes)
 
     def reset(self, session_id: str, caller: Caller) -> bool:
         """End a session; its next frame starts an episode. Returns whether there was one."""
@@ -247,12 +180,14 @@ class Service:
         versions = {**self._versions, **policy.info.versions}
         self.last_info = replace(policy.info, versions=versions)
 
-    def _check_options(self, options: ActOptions) -> None:
-        if self.settings.allow_options:
-            return
+    def _check(self, observation: Observation, options: ActOptions, caller: Caller) -> None:
+        """Refuse what the settings do not allow, and what no policy could answer."""
         for name in ("decoding", "radius"):
-            if getattr(options, name) is not None:
+            if getattr(options, name) is not None and not self.settings.allow_options:
                 raise RequestError(name, f"{name} is fixed by this server; leave it out")
+        if not observation.instruction.strip():
+            raise RequestError("instruction", "it is empty; say what is to be done")
+        self._check_inputs(observation, caller)
 
     def _check_inputs(self, observation: Observation, caller: Caller) -> None:
         """Refuse what the policy does not look at, or say in the log that it is not looked at."""
@@ -276,81 +211,83 @@ class Service:
         wants_text = options.want_reasoning or not self.last_info.thinks_when_asked
         return altered(options, {"want_trace": True, "want_reasoning": wants_text})
 
-    def _is_text(self, options: ActOptions) -> bool:
-        """Whether an answer takes many rounds, because the policy writes before it acts."""
+    def _request(
+        self,
+        observation: Observation,
+        options: ActOptions,
+        caller: Caller,
+        now_s: float,
+        arrived_s: float,
+    ) -> Request:
+        """Return a frame with all that the queue and the policy need to know of it."""
+        session = self.sessions.open(caller.name, options.session_id, now_s)
+        is_named = session.session_id is not None
+        deadline_ms = options.deadline_ms or self.settings.default_deadline_ms
+        asked = self._asked(options)
         info = self.last_info
-        return info.max_tokens is not None and (
-            options.want_reasoning or not info.thinks_when_asked
-        )
-
-    def _queued(
-        self, request: ActRequest, session: RobotSession, caller: Caller, started_s: float
-    ) -> QueuedFrame:
-        deadline_ms = request.options.deadline_ms or self.settings.default_deadline_ms
-        is_session = session.session_id is not None
-        return QueuedFrame(
-            number=self.scheduler.next_number(),
-            flow=session.flow if is_session else f"{session.flow}@{caller.address}",
-            arrived_s=started_s,
-            deadline_s=math.inf if deadline_ms is None else started_s + deadline_ms / 1000,
-            is_session=is_session,
-            stays_until_s=started_s + caller.stays_s if caller.stays_s else None,
+        is_thinking = asked.want_reasoning or not info.thinks_when_asked
+        return Request(
+            observation,
+            asked,
+            session,
+            arrived_s,
+            deadline_s=math.inf if deadline_ms is None else arrived_s + deadline_ms / 1000,
+            flow=session.flow if is_named else f"{session.flow}@{caller.address}",
             owner=caller.owner,
-            is_text=self._is_text(request.options),
-            request=request,
-            session=session,
+            stays_until_s=arrived_s + caller.stays_s if caller.stays_s else None,
+            is_text=info.max_tokens is not None and is_thinking,
         )
 
-    def _checked(
-        self, chunk: ActionChunk, policy: HostedPolicy, statistics_key: str | None
-    ) -> ActionChunk:
-        """Return an answer that is safe to execute, or raise `UnsafeAnswerError`."""
+    def _safety_of(
+        self, answer: ActionChunk, policy: HostedPolicy, options: ActOptions
+    ) -> dict[str, object]:
+        """Return what has to change about an answer, or raise `UnsafeAnswerError`."""
         try:
-            limits = policy.limits_of(statistics_key)
+            limits = policy.limits_of(options.statistics_key)
             actions = checked_actions(
-                chunk.actions, policy.info.action_dim, limits, self.settings.range
+                answer.actions, policy.info.action_dim, limits, self.settings.range
             )
         except UnsafeAnswerError:
             self.readiness.note("answers were unsafe", is_over=False)
             self.metrics.unsafe.inc()
             raise
         self.readiness.note("answers were unsafe", is_over=True)
-        if actions is chunk.actions:
-            return chunk
+        if actions is answer.actions:
+            return {}
         self.metrics.interventions.labels(Intervention.CLAMP.value).inc()
-        return replace(chunk, actions=actions, intervention=Intervention.CLAMP)
+        return {"actions": actions, "intervention": Intervention.CLAMP}
 
-    def _timed(self, chunk: ActionChunk, frame: QueuedFrame, decoded_s: float) -> ActionChunk:
-        """Return the answer with the server's own stages filled in, and count it soon."""
-        total_s = time.monotonic() - frame.arrived_s
+    def _timings(self, answer: ActionChunk, request: Request, decoded_s: float) -> StageTimings:
+        """Return an answer's timings with the server's own stages, and count it soon."""
+        total_s = time.monotonic() - request.arrived_s
         # Counted once the answer has been sent: traces are put into words when they are looked at.
-        count = partial(self.metrics.observe_answer, chunk, frame.queue_s, total_s)
+        count = partial(self.metrics.observe_answer, answer, request.queue_s, total_s)
         asyncio.get_running_loop().call_soon(count)
-        own = {
-            "wire_ms": (decoded_s - frame.arrived_s) * 1000,
-            "queue_ms": frame.queue_s * 1000,
+        stages = {
+            "wire_ms": (decoded_s - request.arrived_s) * 1000,
+            "queue_ms": request.queue_s * 1000,
             "total_ms": total_s * 1000,
         }
-        return altered(chunk, {"timings": altered(chunk.timings, own)})
+        return altered(answer.timings, stages)
 
     def _tell_end(self, caller: str, session_id: str) -> None:
-        if self.events.has_listeners:
-            self.events.publish(SessionEnded(caller, session_id))
+        self.events.publish(SessionEnded(caller, session_id))
 
-    def _publish(self, frame: QueuedFrame, outcome: ActionChunk | Exception) -> None:
+    def _publish(
+        self, request: Request, chunk: ActionChunk | None = None, error: Exception | None = None
+    ) -> None:
         if not self.events.has_listeners:
             return
-        assert frame.session is not None
-        assert frame.request is not None
+        session = request.session
         self.events.publish(
             FinishedAction(
-                caller=frame.session.caller,
-                session_id=frame.session.session_id,
-                step=frame.session.num_answers,
-                observation=frame.request.observation,
-                options=frame.request.options,
-                chunk=outcome if isinstance(outcome, ActionChunk) else None,
-                error=outcome if isinstance(outcome, Exception) else None,
+                caller=session.caller,
+                session_id=session.session_id,
+                step=session.num_answers,
+                observation=request.observation,
+                options=request.options,
+                chunk=chunk,
+                error=error,
             )
         )
 
@@ -362,40 +299,7 @@ def _large_bytes(observation: Observation) -> int:
     return num_bytes if num_bytes > LARGE_FRAME_BYTES else 0
 
 
-# Actions are computed from the same statistics as the range; only rounding may set them apart.
-ROUNDING = 1e-6
-
-
-def checked_actions(
-    actions: NDArray[np.float64],  # [step, action_dim]
-    action_dim: int,
-    limits: ActionLimits | None,
-    beyond: ActionRange,
-) -> NDArray[np.float64]:
-    """Return what robots may execute of a policy's answer, the same array if nothing was clamped.
-
-    Finite, of the right shape, in the range that the policy says; raises `UnsafeAnswerError` for
-    what no robot should do. Limits on the change from one action to the next are the robot's, which
-    alone knows what was executed.
-    """
-    if actions.shape[0] < 1 or actions.shape[1] != action_dim:
-        raise UnsafeAnswerError(
-            f"the policy's answer has shape {list(actions.shape)}, not [steps, {action_dim}]; it "
-            "was withheld"
-        )
-    if not all(map(math.isfinite, actions.ravel().tolist())):  # quicker than numpy for so few
-        raise UnsafeAnswerError("the policy's answer holds NaN or infinity; it was withheld")
-    if limits is None:
-        return actions
-    slack = ROUNDING * (limits.high - limits.low)
-    outside = (actions < limits.low - slack) | (actions > limits.high + slack)
-    if not outside.any():
-        return actions
-    if not limits.may_exceed:
-        step, dimension = np.argwhere(outside)[0]
-        raise UnsafeAnswerError(
-            f"the policy's answer has {actions[step, dimension]:.6g} in dimension {dimension} "
-            f"of step {step}; the statistics allow {limits.low[dimension]:.6g} to "
-            f"{limits.high[dimension]:.6g}; it was withheld"
-        )
-    return actions if beyond == "peer" else np.clip(actions, limits.low, limits.high)
+def _unwanted(options: ActOptions) -> dict[str, object]:
+    """Return what leaves out of an answer what only whoever watches asked for."""
+    wanted = {"trace": options.want_trace, "reasoning": options.want_reasoning}
+    return {name: None for name, is_wanted in wanted.items() if not is_wanted}

@@ -5,8 +5,10 @@ from collections import Counter
 import numpy as np
 
 from deft_server.errors import DeadlineError, OverloadedError
-from deft_server.serving.queue import FrameQueue, QueuedFrame
+from deft_server.serving.queue import FrameQueue
+from deft_server.serving.request import Request
 from scripts.plan.simulate import Capacity, Fleet
+from tests.server.serving.queued import queued
 
 STEPS = 1024
 
@@ -33,7 +35,7 @@ class SlowSimulation:
         for number, (sent_s, robot) in enumerate(sorted(sent)):
             front_free_s = max(front_free_s, sent_s) + self.capacity.front_s
             deadline_s = sent_s + self.fleet.deadline_s
-            frame = QueuedFrame(number, f"robot {robot}", sent_s, deadline_s)
+            frame = queued(number, f"robot {robot}", sent_s, deadline_s)
             self.to_come.append((front_free_s, "joins", frame))
         while self.to_come:
             event = min(self.to_come, key=lambda one: one[0])
@@ -43,13 +45,13 @@ class SlowSimulation:
 
     def happens(self, now_s: float, what: str, about: object) -> None:
         if what == "joins":
-            assert isinstance(about, QueuedFrame)
+            assert isinstance(about, Request)
             self.joins(about, now_s)
         elif what == "returns":
             assert isinstance(about, tuple)
             self.returns(*about, now_s)
 
-    def joins(self, frame: QueuedFrame, now_s: float) -> None:
+    def joins(self, frame: Request, now_s: float) -> None:
         try:
             self.fates["superseded"] += self.queue.offer(frame, now_s) is not None
         except OverloadedError:
@@ -57,9 +59,9 @@ class SlowSimulation:
         except DeadlineError:
             self.fates["missed"] += 1
 
-    def returns(self, frames: list[QueuedFrame], service_s: float, now_s: float) -> None:
+    def returns(self, frames: list[Request], service_s: float, now_s: float) -> None:
         for frame in frames:
-            self.queue.finish(frame, now_s, service_s)
+            self.queue.admission.finish(frame, now_s, service_s)
             if now_s > frame.deadline_s:
                 self.fates["missed"] += 1
             else:

@@ -17,7 +17,7 @@ from deft_client.wire.fields import WireLimits
 from deft_server.compat import act_route
 from deft_server.compat.act_route import ERRORS_HEADER, REASON_HEADER
 from deft_server.errors import OverloadedError
-from deft_server.serving.service import Event, FinishedAction
+from deft_server.serving.events import Event, FinishedAction
 from deft_server.settings import Settings
 from tests.client.peers.captures import ActCapture, act_capture, act_captures
 from tests.server.running import client_of

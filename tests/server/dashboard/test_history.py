@@ -29,7 +29,7 @@ from deft_server.dashboard.history import (
     counts_of,
 )
 from deft_server.dashboard.pages import thought_fields
-from deft_server.serving.service import FinishedAction, SessionEnded
+from deft_server.serving.events import FinishedAction, SessionEnded
 from tests.server.dashboard.talkative import TalkativePolicy
 
 FRAME = Observation(np.zeros((4, 4, 3), np.uint8), "lift")

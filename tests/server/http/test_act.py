@@ -21,7 +21,7 @@ from deft_client.wire.messages import ActMessage, has_pictures
 from deft_policies.constant import ConstantPolicy
 from deft_server.app import create_app
 from deft_server.http.frame_bodies import decode_body
-from deft_server.serving.service import FinishedAction
+from deft_server.serving.events import FinishedAction
 from deft_server.settings import Settings
 from tests.server.running import client_of
 from tests.standins.policies import MSGPACK, FakePolicy, ThinkingPolicy, frame, packed

@@ -10,7 +10,7 @@ from fastapi.testclient import TestClient
 from deft_client.types import ActOptions
 from deft_policies.errors import CheckpointError
 from deft_server.app import create_app
-from deft_server.serving.scheduler import ServerPhase
+from deft_server.serving.lifecycle import ServerPhase
 from deft_server.settings import Settings
 from tests.server.running import client_of
 from tests.standins.policies import (

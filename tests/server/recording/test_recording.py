@@ -26,7 +26,7 @@ from deft_server.recording.files import (
     open_new,
 )
 from deft_server.recording.writer import MAX_WAITING_BYTES, SessionRecording
-from deft_server.serving.service import EventBus, FinishedAction, SessionEnded
+from deft_server.serving.events import EventBus, FinishedAction, SessionEnded
 from tests.recorded_episodes import read_episode
 
 
@@ -353,7 +353,7 @@ _ENDLESS_WRITER = """
 import sys
 from pathlib import Path
 from deft_policies.constant import ConstantPolicy
-from deft_server.serving.service import EventBus
+from deft_server.serving.events import EventBus
 from prometheus_client import CollectorRegistry
 from tests.server.recording.test_recording import Server, answered, rules
 server = Server(rules(Path(sys.argv[1])))

@@ -30,8 +30,7 @@ from deft_server.replicas.replica import (
     ReplicaAnswer,
 )
 from deft_server.serving.hosting import HostedPolicy, RemotePolicy
-from deft_server.serving.queue import Failure
-from deft_server.serving.scheduler import ServerPhase
+from deft_server.serving.lifecycle import ServerPhase
 from deft_server.serving.service import Service
 from deft_server.settings import Settings, SettingsError
 from tests.standins.policies import (
@@ -232,7 +231,7 @@ def test_a_replica_that_is_played_round_by_round_has_a_place_for_every_frame_of_
             asyncio.create_task(service.act(frame(instruction=f"{rounds} rounds"), one, CALLER))
             for rounds, one in zip((200, 1, 1), options, strict=True)
         ]
-        await until(lambda: len(service.scheduler.queue.in_flight) == 2)
+        await until(lambda: len(service.scheduler.queue.admission.in_flight) == 2)
         assert policy.turnstile is not None
         while not (asked[1].done() and asked[2].done()):
             policy.turnstile.release()
@@ -301,7 +300,7 @@ def test_a_batch_that_is_lost_twice_is_told_to_come_again_and_the_session_is_as_
         with pytest.raises(NotReadyError, match="lost"):
             await ask(service)
         assert service.readiness.phase is ServerPhase.READY
-        failures = service.metrics.policy_failures.labels(Failure.LOST.value)
+        failures = service.metrics.policy_failures.labels("lost")
         assert failures._value.get() == 1
         counted = await ask(service)
         await service.close()

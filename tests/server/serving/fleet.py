@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deft_server.errors import DeadlineError
-from deft_server.serving.queue import FrameQueue, QueuedFrame, QueueRules
+from deft_server.serving.queue import FrameQueue, QueueRules
+from deft_server.serving.request import Request
+from tests.server.serving.queued import queued
 
 STARTS_S = 10.0
 
@@ -43,7 +45,7 @@ class Fleet:
         self, robots: Sequence[Robot], price: Price, max_batch: int = 8, seed: int = 0
     ) -> None:
         self.queue = FrameQueue(QueueRules(max_batch=max_batch))
-        self.queue.is_stepped = True
+        self.queue.admission.joins_midway = True
         self.fates = {one.name: Counter[str]() for one in robots}
         self.most_texts = 0
         self._robots = robots
@@ -51,10 +53,10 @@ class Fleet:
         self._chance = random.Random(seed)
         self._numbers = itertools.count()
         self._events: list[tuple[float, int, str, object]] = []
-        self._sent: dict[str, QueuedFrame] = {}  # what each robot waits for
-        self._robot_of: dict[QueuedFrame, Robot] = {}
-        self._left: dict[QueuedFrame, int] = {}  # rounds, of those with the policy
-        self._joining: list[QueuedFrame] = []
+        self._sent: dict[str, Request] = {}  # what each robot waits for
+        self._robot_of: dict[Request, Robot] = {}
+        self._left: dict[Request, int] = {}  # rounds, of those with the policy
+        self._joining: list[Request] = []
         self._is_playing = False
 
     def play(self, seconds: float) -> list[int]:
@@ -68,7 +70,7 @@ class Fleet:
                 break
             if isinstance(about, Robot):
                 self._send(about, now_s)
-            elif isinstance(about, QueuedFrame):
+            elif isinstance(about, Request):
                 self._end(about, "late")
                 self.queue.remove(about)
             else:
@@ -83,7 +85,7 @@ class Fleet:
         self._later(now_s + 1 / robot.rate_hz, "is due", robot)
         if robot.name in self._sent:
             return
-        frame = QueuedFrame(
+        frame = queued(
             next(self._numbers),
             robot.name,
             now_s,
@@ -101,7 +103,7 @@ class Fleet:
         if frame.has_deadline:
             self._later(frame.deadline_s, "deadline", frame)
 
-    def _end(self, frame: QueuedFrame, fate: str) -> None:
+    def _end(self, frame: Request, fate: str) -> None:
         name = frame.flow
         if self._sent.get(name) is frame:
             del self._sent[name]
@@ -137,4 +139,4 @@ class Fleet:
                 continue
             del self._left[frame]
             self._end(frame, "late" if is_over else "answered")
-            self.queue.finish(frame, now_s, now_s - frame.started_s)
+            self.queue.admission.finish(frame, now_s, now_s - frame.started_s)

@@ -12,7 +12,7 @@ from deft_client.types import ActionChunk, ActOptions, Observation
 from deft_policies.errors import DeviceError, RequestError, UnknownStatisticsKeyError
 from deft_server.errors import PolicyFailedError
 from deft_server.serving.hosting import LoadPolicy
-from deft_server.serving.scheduler import ServerPhase
+from deft_server.serving.lifecycle import ServerPhase
 from deft_server.serving.service import Service
 from deft_server.settings import Settings
 from tests.standins.policies import CALLER, broken, checksum, frame, obedient

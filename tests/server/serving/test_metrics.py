@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from deft_client.types import ActionChunk, DecodeTrace, PassTrace, StageTimings
 from deft_server.errors import DeadlineError
 from deft_server.serving.metrics import MAX_KEYS, OTHER_KEYS, Metrics
-from deft_server.serving.queue import QueuedFrame
+from tests.server.serving.queued import queued
 
 BOUNDS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 
@@ -32,7 +32,7 @@ def test_values_are_counted_as_the_library_counts_them(sizes: list[int]):
 def test_frames_that_a_replica_answers_at_the_same_time_share_its_time(num_frames, size, busy_s):
     metrics = Metrics()
     for number in range(num_frames):
-        metrics.count_frame(QueuedFrame(number, "a", 0.0, service_s=2.0, size=size))
+        metrics.count_frame(queued(number, "a", 0.0, service_s=2.0, size=size))
     assert f'deft_replica_seconds_total{{replica="0"}} {busy_s}\n' in metrics.page().decode()
 
 

@@ -7,45 +7,44 @@ from collections import Counter
 import pytest
 
 from deft_server.errors import DeadlineError, OverloadedError
-from deft_server.serving.queue import Company, FrameQueue, QueuedFrame, QueueRules
+from deft_server.serving.admission import Company
+from deft_server.serving.queue import FrameQueue, QueueRules
+from deft_server.serving.request import Request
+from tests.server.serving.queued import numbers, queued
 
 RULES = QueueRules(max_batch=2, max_waiting=6, patience_s=0.2)
 
 
-def queue_with(*frames: QueuedFrame, rules: QueueRules = RULES) -> FrameQueue:
+def queue_with(*frames: Request, rules: QueueRules = RULES) -> FrameQueue:
     queue = FrameQueue(rules)
     for frame in frames:
         queue.offer(frame, frame.arrived_s)
     return queue
 
 
-def start(queue: FrameQueue, now_s: float) -> list[QueuedFrame]:
+def start(queue: FrameQueue, now_s: float) -> list[Request]:
     chosen, _ = queue.next_batch(now_s)
     assert chosen
     return chosen
 
 
 def finish(
-    queue: FrameQueue, batch: list[QueuedFrame], now_s: float, service_s: float | None = None
+    queue: FrameQueue, batch: list[Request], now_s: float, service_s: float | None = None
 ) -> None:
     for frame in batch:
-        queue.finish(frame, now_s, service_s)
+        queue.admission.finish(frame, now_s, service_s)
 
 
-def numbers(batch: list[QueuedFrame]) -> list[int]:
-    return [frame.number for frame in batch]
-
-
-def busy_queue(service_s: float = 0.02, at_s: float = 0.0) -> tuple[FrameQueue, list[QueuedFrame]]:
+def busy_queue(service_s: float = 0.02, at_s: float = 0.0) -> tuple[FrameQueue, list[Request]]:
     """Return a queue with one frame in flight, whose policy is known to take `service_s`."""
-    queue = queue_with(QueuedFrame(1000, "first", at_s))
+    queue = queue_with(queued(1000, "first", at_s))
     finish(queue, start(queue, at_s), at_s, service_s)
-    queue.offer(QueuedFrame(1001, "busy", at_s), at_s)
+    queue.offer(queued(1001, "busy", at_s), at_s)
     return queue, start(queue, at_s)
 
 
 def test_frames_are_answered_in_the_order_they_came():
-    queue = queue_with(*(QueuedFrame(n, f"s{n}", n / 1000) for n in range(4)))
+    queue = queue_with(*(queued(n, f"s{n}", n / 1000) for n in range(4)))
     first = start(queue, 0.1)
     assert numbers(first) == [0, 1]
     finish(queue, first, 0.1)
@@ -54,9 +53,9 @@ def test_frames_are_answered_in_the_order_they_came():
 
 def test_the_earliest_due_goes_first_and_without_a_deadline_that_is_after_the_patience():
     queue = queue_with(
-        QueuedFrame(1, "a", 0.0, deadline_s=0.9),
-        QueuedFrame(2, "b", 0.0, deadline_s=0.1),
-        QueuedFrame(3, "c", 0.0),
+        queued(1, "a", 0.0, deadline_s=0.9),
+        queued(2, "b", 0.0, deadline_s=0.1),
+        queued(3, "c", 0.0),
     )
     first = start(queue, 0.05)
     assert numbers(first) == [2, 3]
@@ -65,11 +64,11 @@ def test_the_earliest_due_goes_first_and_without_a_deadline_that_is_after_the_pa
 
 
 def test_deadlines_without_end_do_not_starve_a_frame_without():
-    queue = queue_with(QueuedFrame(0, "patient", 0.0))
+    queue = queue_with(queued(0, "patient", 0.0))
     for turn in range(1, 20):
         at_s = turn * 0.05
         for one in (2 * turn, 2 * turn + 1):
-            queue.offer(QueuedFrame(one, f"s{one}", at_s, deadline_s=at_s + 0.1), at_s)
+            queue.offer(queued(one, f"s{one}", at_s, deadline_s=at_s + 0.1), at_s)
         batch = start(queue, at_s)
         finish(queue, batch, at_s + 0.05, 0.05)
         if 0 in numbers(batch):
@@ -84,9 +83,9 @@ def test_robots_with_deadlines_lose_none_while_a_hundred_sessions_without_never_
     number = itertools.count()
     for turn in range(200):
         at_s = turn * 0.05  # a batch takes 50 ms
-        crowd = [QueuedFrame(next(number), f"s{n}", at_s) for n in range(100)]
+        crowd = [queued(next(number), f"s{n}", at_s) for n in range(100)]
         if turn % 4 == 0:
-            crowd += [QueuedFrame(next(number), f"robot{n}", at_s, at_s + 0.3) for n in range(4)]
+            crowd += [queued(next(number), f"robot{n}", at_s, at_s + 0.3) for n in range(4)]
         for frame in crowd:
             try:
                 queue.offer(frame, at_s)
@@ -109,12 +108,12 @@ def test_an_owner_that_asks_for_more_than_its_share_does_not_push_another_out():
     for turn in range(200):
         at_s = turn * 0.02
         for n in range(10):  # with deadlines, which do not help it to the share of others
-            frame = QueuedFrame(next(number), f"g{n}", at_s, at_s + 0.2, owner="greedy")
+            frame = queued(next(number), f"g{n}", at_s, at_s + 0.2, owner="greedy")
             try:
                 queue.offer(frame, at_s)
             except DeadlineError:
                 continue
-        queue.offer(QueuedFrame(next(number), "one", at_s, owner="modest"), at_s)
+        queue.offer(queued(next(number), "one", at_s, owner="modest"), at_s)
         batch = start(queue, at_s)
         answered.update(one.owner for one in batch)
         finish(queue, batch, at_s + 0.02, 0.02)
@@ -126,11 +125,11 @@ def test_an_owner_that_was_away_has_saved_nothing_up_and_one_that_was_alone_owes
     queue = FrameQueue(QueueRules(max_batch=1))
     number = itertools.count()
     for turn in range(100):
-        queue.offer(QueuedFrame(next(number), "a", turn, owner="alone"), turn)
+        queue.offer(queued(next(number), "a", turn, owner="alone"), turn)
         finish(queue, start(queue, turn), turn)
     for n in range(6):
         for owner in ("alone", "comes"):
-            queue.offer(QueuedFrame(next(number), f"{owner}{n}", 100, owner=owner), 100)
+            queue.offer(queued(next(number), f"{owner}{n}", 100, owner=owner), 100)
     order = []
     for _ in range(12):
         batch = start(queue, 100)
@@ -142,31 +141,31 @@ def test_an_owner_that_was_away_has_saved_nothing_up_and_one_that_was_alone_owes
 def test_the_last_eighth_of_the_line_is_for_frames_in_a_hurry_and_owners_that_have_none():
     queue = FrameQueue(QueueRules(max_waiting=16))
     for n in range(14):
-        queue.offer(QueuedFrame(n, f"s{n}", 0.0, owner="greedy"), 0.0)
+        queue.offer(queued(n, f"s{n}", 0.0, owner="greedy"), 0.0)
     with pytest.raises(OverloadedError):
-        queue.offer(QueuedFrame(14, "s14", 0.0, owner="greedy"), 0.0)
-    queue.offer(QueuedFrame(15, "one", 0.0, owner="modest"), 0.0)
-    queue.offer(QueuedFrame(16, "s16", 0.0, deadline_s=9.0, owner="greedy"), 0.0)
+        queue.offer(queued(14, "s14", 0.0, owner="greedy"), 0.0)
+    queue.offer(queued(15, "one", 0.0, owner="modest"), 0.0)
+    queue.offer(queued(16, "s16", 0.0, deadline_s=9.0, owner="greedy"), 0.0)
     with pytest.raises(OverloadedError) as refusal:
-        queue.offer(QueuedFrame(17, "other", 0.0, owner="other"), 0.0)
+        queue.offer(queued(17, "other", 0.0, owner="other"), 0.0)
     assert refusal.value.retry_after_s >= 0
 
 
 def test_a_newer_frame_of_a_session_takes_the_turn_of_the_one_that_waits():
-    first = QueuedFrame(1, "a", 0.0)
-    queue = queue_with(first, QueuedFrame(2, "b", 0.01), QueuedFrame(3, "c", 0.02))
-    assert queue.offer(QueuedFrame(4, "a", 0.05), 0.05) is first
+    first = queued(1, "a", 0.0)
+    queue = queue_with(first, queued(2, "b", 0.01), queued(3, "c", 0.02))
+    assert queue.offer(queued(4, "a", 0.05), 0.05) is first
     assert numbers(start(queue, 0.1)) == [4, 2]
 
 
 def test_frames_that_name_no_session_do_not_supersede_each_other():
-    queue = queue_with(*(QueuedFrame(n, "caller", 0.0, is_session=False) for n in range(2)))
+    queue = queue_with(*(queued(n, "caller", 0.0, is_session=False) for n in range(2)))
     assert len(queue) == 2
 
 
 def test_nothing_starts_while_a_batch_is_with_the_policy():
     queue, batch = busy_queue()
-    queue.offer(QueuedFrame(1, "a", 0.0), 0.0)
+    queue.offer(queued(1, "a", 0.0), 0.0)
     assert queue.next_batch(0.0) == ([], [])
     finish(queue, batch, 0.02, 0.02)
     assert numbers(start(queue, 0.02)) == [1]
@@ -176,40 +175,38 @@ def test_a_lone_session_never_waits_for_company():
     queue = FrameQueue(RULES)
     for turn in range(5):
         at_s = turn * 0.06
-        queue.offer(QueuedFrame(turn, "only", at_s), at_s)
+        queue.offer(queued(turn, "only", at_s), at_s)
         batch = start(queue, at_s)
         assert numbers(batch) == [turn]
         finish(queue, batch, at_s + 0.01, 0.01)
 
 
 def test_a_frame_that_stays_joins_a_full_line_and_takes_no_place_from_other_owners():
-    queue = queue_with(*(QueuedFrame(n, f"s{n}", 0.0, owner="new") for n in range(6)))
+    queue = queue_with(*(queued(n, f"s{n}", 0.0, owner="new") for n in range(6)))
     for number in (10, 11):
-        stays = QueuedFrame(
-            number, "old", 0.0, is_session=False, stays_until_s=9.0, owner="old client"
-        )
+        stays = queued(number, "old", 0.0, is_session=False, stays_until_s=9.0, owner="old client")
         queue.offer(stays, 0.0)
     with pytest.raises(OverloadedError):
-        queue.offer(QueuedFrame(12, "s12", 0.0, owner="new"), 0.0)
+        queue.offer(queued(12, "s12", 0.0, owner="new"), 0.0)
     assert numbers(start(queue, 0.0)) == [0, 10]
-    queue.offer(QueuedFrame(20, "s20", 0.0, owner="new"), 0.0)
+    queue.offer(queued(20, "s20", 0.0, owner="new"), 0.0)
     with pytest.raises(OverloadedError):
-        queue.offer(QueuedFrame(21, "s21", 0.0, owner="new"), 0.0)
+        queue.offer(queued(21, "s21", 0.0, owner="new"), 0.0)
 
 
 def test_an_owner_whose_frames_stay_has_no_room_for_one_that_does_not():
     queue = queue_with(
-        *(QueuedFrame(n, "one", 0.0, is_session=False, stays_until_s=9.0) for n in range(6))
+        *(queued(n, "one", 0.0, is_session=False, stays_until_s=9.0) for n in range(6))
     )
     with pytest.raises(OverloadedError):
-        queue.offer(QueuedFrame(10, "one", 0.0, is_session=False), 0.0)
+        queue.offer(queued(10, "one", 0.0, is_session=False), 0.0)
 
 
 def test_a_flow_with_many_frames_does_not_delay_one_with_one():
     queue, batch = busy_queue(service_s=0.02)
     for number in range(3):
-        queue.offer(QueuedFrame(number, "greedy", 0.0, is_session=False), 0.0)
-    queue.offer(QueuedFrame(10, "modest", 0.001), 0.001)
+        queue.offer(queued(number, "greedy", 0.0, is_session=False), 0.0)
+    queue.offer(queued(10, "modest", 0.001), 0.001)
     finish(queue, batch, 0.02)
     assert numbers(start(queue, 0.02)) == [0, 10]
 
@@ -217,20 +214,20 @@ def test_a_flow_with_many_frames_does_not_delay_one_with_one():
 def test_a_deadline_that_cannot_be_met_is_refused_at_once():
     queue, _ = busy_queue(service_s=0.02)
     with pytest.raises(DeadlineError):
-        queue.offer(QueuedFrame(1, "first", 0.0, deadline_s=0.03), 0.0)
-    queue.offer(QueuedFrame(2, "first", 0.0, deadline_s=0.05), 0.0)
+        queue.offer(queued(1, "first", 0.0, deadline_s=0.03), 0.0)
+    queue.offer(queued(2, "first", 0.0, deadline_s=0.05), 0.0)
     with pytest.raises(DeadlineError):  # even the batch that is under way takes longer
-        queue.offer(QueuedFrame(3, "never seen", 0.0, deadline_s=0.01), 0.0)
+        queue.offer(queued(3, "never seen", 0.0, deadline_s=0.01), 0.0)
 
 
 def test_a_deadline_that_has_passed_is_refused_even_before_anything_was_measured():
     with pytest.raises(DeadlineError):
-        FrameQueue(RULES).offer(QueuedFrame(1, "a", 0.0, deadline_s=0.01), 0.02)
+        FrameQueue(RULES).offer(queued(1, "a", 0.0, deadline_s=0.01), 0.02)
 
 
 def test_a_frame_that_waited_too_long_is_dropped_before_its_batch_starts():
     queue, batch = busy_queue(service_s=0.02)
-    late = QueuedFrame(1, "first", 0.0, deadline_s=0.05)
+    late = queued(1, "first", 0.0, deadline_s=0.05)
     queue.offer(late, 0.0)
     finish(queue, batch, 0.04, 0.02)
     assert queue.next_batch(0.04) == ([], [late])
@@ -239,17 +236,17 @@ def test_a_frame_that_waited_too_long_is_dropped_before_its_batch_starts():
 def test_one_slow_batch_does_not_lock_everybody_out():
     """A first batch of 5 s (a compilation, say) must not make the server refuse all deadlines of
     200 ms for ever: with nothing measured lately, the next frame is tried."""
-    queue = queue_with(QueuedFrame(1, "a", 0.0))
+    queue = queue_with(queued(1, "a", 0.0))
     finish(queue, start(queue, 0.0), 5.0, 5.0)
     with pytest.raises(DeadlineError):
-        queue.offer(QueuedFrame(2, "a", 5.5, deadline_s=5.7), 5.5)
-    queue.offer(QueuedFrame(3, "a", 6.5, deadline_s=6.7), 6.5)
+        queue.offer(queued(2, "a", 5.5, deadline_s=5.7), 5.5)
+    queue.offer(queued(3, "a", 6.5, deadline_s=6.7), 6.5)
     assert numbers(start(queue, 6.5)) == [3]
 
 
 def test_a_reset_takes_the_waiting_frame_out():
-    frame = QueuedFrame(1, "a", 0.0)
-    queue = queue_with(frame, QueuedFrame(2, "b", 0.0))
+    frame = queued(1, "a", 0.0)
+    queue = queue_with(frame, queued(2, "b", 0.0))
     assert queue.forget("a") is frame
     assert numbers(start(queue, 0.0)) == [2]
     assert queue.forget("a") is None
@@ -258,11 +255,11 @@ def test_a_reset_takes_the_waiting_frame_out():
 def test_the_time_until_there_is_room_follows_the_measured_service_time():
     queue, _ = busy_queue(service_s=0.02)
     for number in range(3):
-        queue.offer(QueuedFrame(number, f"s{number}", 0.0), 0.0)
+        queue.offer(queued(number, f"s{number}", 0.0), 0.0)
     assert math.isclose(queue.clears_in_s(0.005), 0.015 + 2 * 0.02)
 
 
-def answered(queue: FrameQueue, frame: QueuedFrame, service_s: float) -> float:
+def answered(queue: FrameQueue, frame: Request, service_s: float) -> float:
     """Have one frame answered alone; return when that was."""
     queue.offer(frame, frame.arrived_s)
     batch = start(queue, frame.arrived_s)
@@ -275,30 +272,30 @@ def test_a_strangers_long_prompts_cost_nobody_a_deadline():
     """A frame's time is what its own flow has cost: 2,000 tokens of somebody else's are not its."""
     queue, now_s = FrameQueue(QueueRules()), 0.0
     for n in range(20):
-        now_s = answered(queue, QueuedFrame(2 * n, "stranger", now_s), 1.0)
-        now_s = answered(queue, QueuedFrame(2 * n + 1, "robot", now_s, now_s + 0.1), 0.05)
-    now_s = answered(queue, QueuedFrame(90, "stranger", now_s), 1.0)
-    queue.offer(QueuedFrame(98, "stranger", now_s), now_s)
-    queue.offer(QueuedFrame(99, "robot", now_s, now_s + 0.1), now_s)
+        now_s = answered(queue, queued(2 * n, "stranger", now_s), 1.0)
+        now_s = answered(queue, queued(2 * n + 1, "robot", now_s, now_s + 0.1), 0.05)
+    now_s = answered(queue, queued(90, "stranger", now_s), 1.0)
+    queue.offer(queued(98, "stranger", now_s), now_s)
+    queue.offer(queued(99, "robot", now_s, now_s + 0.1), now_s)
     assert numbers(start(queue, now_s)) == [99, 98]
     with pytest.raises(DeadlineError):
-        queue.offer(QueuedFrame(100, "stranger", now_s, now_s + 0.1), now_s)
+        queue.offer(queued(100, "stranger", now_s, now_s + 0.1), now_s)
 
 
 def test_a_flow_that_was_slow_once_is_tried_again_though_others_go_on():
     queue = FrameQueue(QueueRules())
-    now_s = answered(queue, QueuedFrame(0, "robot", 0.0), 5.0)  # a compilation, say
+    now_s = answered(queue, queued(0, "robot", 0.0), 5.0)  # a compilation, say
     for number in range(1, 30):
-        now_s = answered(queue, QueuedFrame(number, "other", now_s), 0.05)
-    answered(queue, QueuedFrame(30, "robot", now_s, now_s + 0.2), 0.05)
+        now_s = answered(queue, queued(number, "other", now_s), 0.05)
+    answered(queue, queued(30, "robot", now_s, now_s + 0.2), 0.05)
 
 
 def test_where_frames_may_join_while_others_are_on_their_way_no_place_stays_empty():
-    queue = queue_with(QueuedFrame(1, "a", 0.0))
-    queue.is_stepped = True
+    queue = queue_with(queued(1, "a", 0.0))
+    queue.admission.joins_midway = True
     first = start(queue, 0.0)
     for number in (2, 3):
-        queue.offer(QueuedFrame(number, f"s{number}", 0.0), 0.0)
+        queue.offer(queued(number, f"s{number}", 0.0), 0.0)
     assert numbers(start(queue, 0.0)) == [2]
     finish(queue, first, 0.01, 0.01)
     assert numbers(start(queue, 0.01)) == [3]

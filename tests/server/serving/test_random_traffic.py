@@ -7,7 +7,9 @@ from hypothesis import settings, strategies
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from deft_server.errors import DeadlineError, OverloadedError
-from deft_server.serving.queue import FrameQueue, QueuedFrame, QueueRules
+from deft_server.serving.queue import FrameQueue, QueueRules
+from deft_server.serving.request import Request
+from tests.server.serving.queued import number_of, queued
 
 RULES = QueueRules(max_batch=2, max_waiting=6, patience_s=0.2)
 
@@ -23,10 +25,10 @@ class Traffic(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.queue = FrameQueue(self.rules_in_force)
-        self.flying: list[QueuedFrame] = []
+        self.flying: list[Request] = []
         self.now_s = 100.0
         self.count = 0
-        self.waiting: dict[int, QueuedFrame] = {}
+        self.waiting: dict[int, Request] = {}
 
     @rule(
         flow=FLOWS,
@@ -36,7 +38,7 @@ class Traffic(RuleBasedStateMachine):
     )
     def send(self, flow: str, deadline_s: float | None, stays: bool, owner: str) -> None:
         self.count += 1
-        frame = QueuedFrame(
+        frame = queued(
             self.count,
             f"{owner}{flow}",
             self.now_s,
@@ -57,8 +59,8 @@ class Traffic(RuleBasedStateMachine):
             return
         if superseded is not None:
             assert superseded.flow == frame.flow
-            assert self.waiting.pop(superseded.number) is superseded
-        self.waiting[frame.number] = frame
+            assert self.waiting.pop(number_of(superseded)) is superseded
+        self.waiting[number_of(frame)] = frame
 
     def num_bound(self) -> int:
         return sum(one.stays_until_s is None for one in self.waiting.values())
@@ -75,12 +77,12 @@ class Traffic(RuleBasedStateMachine):
     def start(self) -> None:
         rules = self.rules_in_force
         num_free = rules.max_batch * rules.num_replicas - len(self.flying)
-        was_busy = num_free < (1 if self.queue.is_stepped else rules.max_batch)
+        was_busy = num_free < (1 if self.queue.admission.joins_midway else rules.max_batch)
         aloft = {one.flow for one in self.flying if one.is_session}
         chosen, expired = self.queue.next_batch(self.now_s)
         for frame in expired:
             assert frame.deadline_s < math.inf
-            assert self.waiting.pop(frame.number) is frame
+            assert self.waiting.pop(number_of(frame)) is frame
         if not chosen:
             is_dear = self.flying and self.has_deadlines()
             assert was_busy or is_dear or not {one.flow for one in self.waiting.values()} - aloft
@@ -88,7 +90,7 @@ class Traffic(RuleBasedStateMachine):
         assert not was_busy
         assert len(chosen) <= min(num_free, RULES.max_batch)
         for frame in chosen:
-            assert self.waiting.pop(frame.number) is frame
+            assert self.waiting.pop(number_of(frame)) is frame
             assert frame.deadline_s > self.now_s
             assert frame.flow not in aloft
         self.flying += chosen
@@ -107,7 +109,9 @@ class Traffic(RuleBasedStateMachine):
     ) -> None:
         self.now_s += service_s
         frame = self.flying.pop(data.draw(strategies.integers(0, len(self.flying) - 1)))
-        self.queue.finish(frame, self.now_s, service_s if was_answered_in_one_go else None)
+        self.queue.admission.finish(
+            frame, self.now_s, service_s if was_answered_in_one_go else None
+        )
 
     @precondition(lambda self: self.waiting)
     @rule(data=strategies.data())
@@ -121,7 +125,7 @@ class Traffic(RuleBasedStateMachine):
         assert self.num_bound() <= RULES.max_waiting
         sessions = [one.flow for one in self.waiting.values() if one.is_session]
         assert len(sessions) == len(set(sessions))
-        flying = [one.flow for one in self.queue.in_flight if one.is_session]
+        flying = [one.flow for one in self.queue.admission.in_flight if one.is_session]
         most = RULES.max_batch * self.rules_in_force.num_replicas
         assert len(flying) == len(set(flying)) <= most
 
@@ -129,7 +133,6 @@ class Traffic(RuleBasedStateMachine):
     def nobody_that_left_is_remembered(self) -> None:
         if not self.waiting:
             assert not self.queue._sessions
-            assert not self.queue._due_s
 
 
 class ReplicatedTraffic(Traffic):
@@ -143,7 +146,7 @@ class SteppedTraffic(Traffic):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue.is_stepped = True
+        self.queue.admission.joins_midway = True
 
 
 TestTraffic = Traffic.TestCase

@@ -6,12 +6,15 @@ import pytest
 from hypothesis import settings, strategies
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from deft_policies.base import ActAnswer, ActRequest, Policy
+from deft_client.types import ActOptions
+from deft_policies.base import ActAnswer, Policy
 from deft_policies.errors import DeviceError, RequestError
 from deft_policies.memory import SessionMemory
 from deft_server.errors import PolicyFailedError
-from deft_server.serving.hosting import Rounds
-from deft_server.serving.queue import Failure, FrameQueue, QueuedFrame, QueueRules
+from deft_server.serving.queue import FrameQueue, QueueRules
+from deft_server.serving.request import Failure, Request
+from deft_server.serving.rounds import Rounds
+from deft_server.serving.sessions import RobotSession
 from tests.standins.policies import (
     FakePolicy,
     PickyPolicy,
@@ -24,18 +27,23 @@ from tests.standins.policies import (
 )
 
 
-def asked(instruction: str) -> QueuedFrame:
-    return QueuedFrame(0, "a", 0.0, request=ActRequest(frame(instruction=instruction)))
+def asked(instruction: str, session: RobotSession | None = None) -> Request:
+    session = session or new_session()
+    return Request(frame(instruction=instruction), ActOptions(), session, 0.0, flow=session.flow)
 
 
-def played(rounds: Rounds, *joining: QueuedFrame) -> list[QueuedFrame]:
+def new_session(name: str = "a", num_steps: int = 0) -> RobotSession:
+    return RobotSession("caller", name, 0.0, SessionMemory(num_steps=num_steps))
+
+
+def played(rounds: Rounds, *joining: Request) -> list[Request]:
     ended, failures = rounds.play(joining)
     assert not failures
     return ended
 
 
-def names(frames: Sequence[QueuedFrame]) -> list[str]:
-    return [one.request.observation.instruction for one in frames if one.request]
+def names(frames: Sequence[Request]) -> list[str]:
+    return [one.observation.instruction for one in frames]
 
 
 def test_each_leaves_when_it_is_done_and_others_join_in_between():
@@ -60,7 +68,7 @@ def test_what_nobody_waits_for_is_cut_and_disturbs_no_other():
     rounds = Rounds(policy)
     kept, gone = asked("3 kept"), asked("9 gone")
     played(rounds, kept, gone)
-    gone.deadline_s = 0.0
+    gone.is_given_up = True
     assert played(rounds) == [gone]
     assert gone.outcome is None
     assert played(rounds) == [kept]
@@ -73,7 +81,7 @@ def test_a_frame_that_the_policy_does_not_take_fails_alone():
     before, bad, good = asked("2 before"), asked("refuse"), asked("1 good")
     played(rounds, before)
     ended, failures = rounds.play([bad, good])
-    assert set(failures) == {Failure.REQUEST}
+    assert set(failures) == {"request"}
     assert names(ended) == ["refuse", "1 good"]
     assert isinstance(bad.outcome, RequestError)
     assert isinstance(good.outcome, ActAnswer)
@@ -83,7 +91,7 @@ def test_a_frame_that_the_policy_does_not_take_fails_alone():
 
 @pytest.mark.parametrize(
     ("error", "failure"),
-    [(DeviceError("no memory"), Failure.DEVICE), (ValueError("a bug"), Failure.RAISED)],
+    [(DeviceError("no memory"), "device"), (ValueError("a bug"), "raised")],
 )
 def test_where_a_round_fails_each_is_answered_once_more_alone(error, failure):
     policy = SteppedFake(error=lambda names: error if len(names) > 1 else None)
@@ -91,7 +99,7 @@ def test_where_a_round_fails_each_is_answered_once_more_alone(error, failure):
     both = [asked("2 a"), asked("2 b")]
     assert rounds.play(both) == (both, [failure])
     assert all(isinstance(one.outcome, ActAnswer) for one in both)
-    assert policy.sizes == [1, 1]
+    assert policy.rounds == [["2 a", "2 b"], ["2 a"], ["2 a"], ["2 b"], ["2 b"]]
     assert rounds.num_running == 0
 
 
@@ -99,9 +107,9 @@ def test_one_that_fails_alone_is_not_tried_again_and_what_is_over_neither():
     policy = SteppedFake(error=lambda names: ValueError("a bug"))
     rounds = Rounds(policy)
     alone = asked("2 alone")
-    assert rounds.play([alone]) == ([alone], [Failure.RAISED])
+    assert rounds.play([alone]) == ([alone], ["raised"])
     assert isinstance(alone.outcome, PolicyFailedError)
-    assert policy.batches == []
+    assert policy.rounds == [["2 alone"]]
 
 
 def test_what_a_policy_lost_while_it_tried_another_once_more_is_answered_alone():
@@ -110,21 +118,20 @@ def test_what_a_policy_lost_while_it_tried_another_once_more_is_answered_alone()
     class Small(SteppedFake):
         def start(self, batch):
             if any(one.observation.instruction == "1 heavy" for one in batch):
+                if self.has_failed:
+                    self.left.clear()
+                self.has_failed = True
                 raise DeviceError("no memory")
             return super().start(batch)
 
-        def act(self, batch):
-            if batch[0].observation.instruction == "1 heavy":
-                self.left.clear()
-                raise DeviceError("no memory")
-            return super().act(batch)
+        has_failed = False
 
     rounds = Rounds(Small())
     before, heavy = asked("3 before"), asked("1 heavy")
     played(rounds, before)
     ended, failures = rounds.play([heavy])
     assert ended == [heavy, before]
-    assert failures == [Failure.DEVICE, Failure.DEVICE]
+    assert failures == ["device", "device"]
     assert isinstance(heavy.outcome, DeviceError)
     assert isinstance(before.outcome, ActAnswer)
     assert rounds.num_running == 0
@@ -142,7 +149,7 @@ def test_an_answer_that_means_nothing_fails_alone():
     broken, good = asked("3 broken"), asked("1 good")
     ended, failures = rounds.play([good, broken])
     assert set(ended) == {good, broken}
-    assert failures == [Failure.REQUEST]
+    assert failures == ["request"]
     assert isinstance(broken.outcome, RequestError)
     assert isinstance(good.outcome, ActAnswer)
 
@@ -155,15 +162,14 @@ def test_a_policy_that_cannot_be_stepped_answers_in_one_round():
     assert (policy.sizes, both[0].size, rounds.num_running) == ([2], 2, 0)
 
 
-def batch_of(*instructions: str) -> list[ActRequest]:
-    return [ActRequest(frame(instruction=instruction)) for instruction in instructions]
+def batch_of(*instructions: str) -> list[Request]:
+    return [asked(instruction) for instruction in instructions]
 
 
 def attempted(
-    policy: Policy, batch: Sequence[ActRequest]
+    policy: Policy, frames: Sequence[Request]
 ) -> tuple[list[ActAnswer | Exception | None], list[Failure]]:
     """Play frames to their end in one round; return what became of each, and what failed."""
-    frames = [QueuedFrame(0, "a", 0.0, request=one) for one in batch]
     ended, failures = Rounds(policy).play(frames)
     assert ended == frames
     return [one.outcome for one in frames], failures
@@ -181,7 +187,7 @@ def test_a_policy_that_raises_once_answers_everybody_on_the_second_try():
     policy = RaisingPolicy(error=fails_times(1, ValueError("hiccup")))
     answers, failures = attempted(policy, batch_of("a", "b"))
     assert [type(one) for one in answers] == [ActAnswer] * 2
-    assert failures == [Failure.RAISED]
+    assert failures == ["raised"]
 
 
 def test_one_bad_frame_fails_alone():
@@ -205,7 +211,7 @@ def test_when_memory_runs_out_each_is_tried_once_more_alone():
     answers, failures = attempted(policy, batch_of(*"abcdefg"))
     assert [type(one) for one in answers] == [ActAnswer] * 7
     assert policy.sizes == [7] + [1] * 7
-    assert failures == [Failure.DEVICE]
+    assert failures == ["device"]
 
 
 def test_when_there_is_no_memory_for_one_either_it_fails():
@@ -241,7 +247,7 @@ def test_too_few_answers_are_never_given_to_the_wrong_robot(size: int):
 
 
 def test_answers_stay_in_order():
-    batch = [ActRequest(frame(), SessionMemory(num_steps=count)) for count in (1, 0)]
+    batch = [asked("lift it", new_session(num_steps=count)) for count in (1, 0)]
     answers, _ = attempted(FakePolicy(), batch)
     assert [one.chunk.actions[0, 0] for one in answers] == [2.0, 1.0]  # type: ignore[union-attr]
 
@@ -274,27 +280,20 @@ class SteppedTraffic(RuleBasedStateMachine):
         self.policy = SteppedFake()
         self.rounds = Rounds(self.policy)
         self.queue = FrameQueue(QueueRules(max_batch=PLACES, max_waiting=64))
-        self.queue.is_stepped = True
+        self.queue.admission.joins_midway = True
         self.now_s = 100.0
-        self.count = 0
-        self.flying: list[QueuedFrame] = []
-        self.joining: list[QueuedFrame] = []
-        self.dropped: set[QueuedFrame] = set()
-        self.memories: dict[str, SessionMemory] = {}
+        self.flying: list[Request] = []
+        self.joining: list[Request] = []
+        self.dropped: set[Request] = set()
+        self.sessions = {name: new_session(name) for name in "abcdef"}
 
     @rule(flow=strategies.sampled_from("abcdef"), num_rounds=strategies.integers(1, 5))
     def send(self, flow: str, num_rounds: int) -> None:
-        self.count += 1
-        request = ActRequest(frame(instruction=f"{num_rounds} of {flow}"))
-        self.queue.offer(QueuedFrame(self.count, flow, self.now_s, request=request), self.now_s)
+        self.queue.offer(asked(f"{num_rounds} of {flow}", self.sessions[flow]), self.now_s)
         self.start()
 
     def start(self) -> None:
         chosen, _ = self.queue.next_batch(self.now_s)
-        for one in chosen:
-            assert one.request is not None
-            memory = self.memories.get(one.flow, SessionMemory())
-            one.request = ActRequest(one.request.observation, memory)
         self.flying += chosen
         self.joining += chosen
 
@@ -302,7 +301,7 @@ class SteppedTraffic(RuleBasedStateMachine):
     @rule(data=strategies.data())
     def give_up(self, data: strategies.DataObject) -> None:
         dropped = data.draw(strategies.sampled_from(self.flying))
-        dropped.deadline_s = 0.0
+        dropped.is_given_up = True
         self.dropped.add(dropped)
 
     @rule(step_s=strategies.floats(0.001, 0.05))
@@ -311,14 +310,13 @@ class SteppedTraffic(RuleBasedStateMachine):
         joining, self.joining = self.joining, []
         for one in played(self.rounds, *joining):
             self.flying.remove(one)
-            self.queue.finish(one, self.now_s, one.service_s)
+            self.queue.admission.finish(one, self.now_s, one.service_s)
             if one.outcome is None:
                 assert one in self.dropped
                 continue
             assert isinstance(one.outcome, ActAnswer)
-            known = self.memories.get(one.flow, SessionMemory())
-            assert one.outcome.memory.num_steps == known.num_steps + 1
-            self.memories[one.flow] = one.outcome.memory
+            assert one.outcome.memory.num_steps == one.session.memory.num_steps + 1
+            one.session.memory = one.outcome.memory
         self.start()
 
     @invariant()

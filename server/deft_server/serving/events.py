@@ -1,0 +1,66 @@
+"""What the server tells whoever listens: recording and the dashboard."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from deft_client.types import ActionChunk, ActOptions, Observation
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class FinishedAction:
+    """One frame and what became of it: an answer, or the error its caller was told of."""
+
+    caller: str
+    session_id: str | None
+    step: int  # answers of this session before this one
+    observation: Observation
+    options: ActOptions
+    chunk: ActionChunk | None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class SessionEnded:
+    """A session was reset or forgotten: the next frame under its id is another episode."""
+
+    caller: str
+    session_id: str
+
+
+Event = FinishedAction | SessionEnded
+Listen = Callable[[Event], None]
+
+
+class EventBus:
+    """Tells whoever listens of every finished action; costs nothing when nobody does.
+
+    Recording and the dashboard listen. A listener runs on the event loop and must be quick.
+    """
+
+    def __init__(self) -> None:
+        self._listeners: tuple[Listen, ...] = ()
+
+    @property
+    def has_listeners(self) -> bool:
+        """Is it worth building an event?"""
+        return bool(self._listeners)
+
+    def listen(self, listener: Listen) -> Callable[[], None]:
+        """Call `listener` with every event until the returned function is called."""
+        self._listeners = (*self._listeners, listener)
+
+        def stop() -> None:
+            self._listeners = tuple(one for one in self._listeners if one is not listener)
+
+        return stop
+
+    def publish(self, event: Event) -> None:
+        """Tell every listener; one that raises does not disturb the others, nor the robot."""
+        for listener in self._listeners:
+            try:
+                listener(event)
+            except Exception:
+                logger.exception("a listener failed on %s", type(event).__name__)

@@ -1,0 +1,34 @@
+"""Frames as the queue sees them: a number to tell them apart, a flow, times."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from deft_client.types import ActOptions
+from deft_server.serving.request import Request
+from deft_server.serving.sessions import RobotSession
+from tests.standins.policies import frame
+
+_SEEN = frame()
+
+
+def queued(
+    number: int,
+    flow: str,
+    arrived_s: float,
+    deadline_s: float = math.inf,
+    is_session: bool = True,
+    **fields: Any,
+) -> Request:
+    session = RobotSession("caller", flow if is_session else None, arrived_s)
+    seen = replace(_SEEN, instruction=str(number))
+    return Request(seen, ActOptions(), session, arrived_s, deadline_s, flow, **fields)
+
+
+def number_of(request: Request) -> int:
+    return int(request.observation.instruction)
+
+
+def numbers(requests: Sequence[Request]) -> list[int]:
+    return [number_of(one) for one in requests]
