@@ -25,12 +25,12 @@ from deft_client.libero.results.store import RunResults
 from deft_client.measures.answers import AnswerRecord
 from deft_client.measures.speculation import Speculation
 from deft_client.measures.speed import SpeedUp
+from deft_client.measures.table import NOTHING
 from deft_policies.benchmark.summary import expected_speedup
 from scripts.predict_gpu import action_ms
 from scripts.reproduce.study import ReproductionError, Row
 
 MARGIN = 0.05  # of success, in shares: a loss as large as this is to be ruled out
-NOTHING = "–"
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,7 +25,6 @@ from scripts.reproduce.choices import FILE as CHOICES
 from scripts.reproduce.choices import choices_table
 from scripts.reproduce.measures import (
     MARGIN,
-    NOTHING,
     RowResults,
     answers_of,
     cell_of,
@@ -241,7 +240,7 @@ def _table(results: ResultsFolder, table: Table) -> str:
     """A table with its note, what may be concluded from it, and what was published."""
     rows = results.rows_of(table)
     cells = [[one.row.name, *(cell_of(key, one)[0] for key in table.measures)] for one in rows]
-    columns, cells = without_empty(["", *map(heading_of, table.measures)], cells, NOTHING)
+    columns, cells = without_empty(["", *map(heading_of, table.measures)], cells)
     said = [*_conclusions(rows)] if "points" in table.measures else []
     if any(find_measure(name)[0].is_time for name in table.measures):
         said += _said_of_times(rows)

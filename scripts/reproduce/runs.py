@@ -1,6 +1,8 @@
 """Tables of evaluations that belong to no study: what `deft-client eval` played, from its lines."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from deft_client.libero.report.difference import compare, points_text
@@ -8,61 +10,33 @@ from deft_client.libero.report.speed import baseline_of, decoding_of, speedup_of
 from deft_client.libero.report.summary import RunSummary, summarise
 from deft_client.libero.report.tables import interval_text, other_starts, success_text
 from deft_client.libero.results.store import RunResults, load_runs
-from deft_client.measures.table import legend, markdown_table, without_empty
-from scripts.reproduce.measures import MARGIN, NOTHING
+from deft_client.measures.speculation import Speculation
+from deft_client.measures.speed import SpeedUp
+from deft_client.measures.table import NOTHING, Column, column_table, markdown_table
+from scripts.reproduce.measures import MARGIN
 from scripts.reproduce.study import ReproductionError
 
-_AGAINST = "minus plain's, points (95%)"
-_MEANINGS = {
-    "success": "episodes that reached the goal, of those played to their end",
-    "95%": "Wilson's interval of the success",
-    "errored": "episodes in which a tool broke; they count neither way",
-    _AGAINST: "the paired difference of success to plain decoding, on the starts that both have",
-    "passes": "forward passes of the model for an action, prefill included",
-    "text": "of these, passes for what it writes before the action",
-    "committed": "tokens that a pass with guesses settles: the accepted ones and one more",
-}
-_TIMES = {
-    "ms an action": "from the frame sent to the action received, mean over all frames",
-    "times as fast (95%)": "plain decoding's milliseconds over the method's, sums over the same "
-    "episodes, played in turn; the interval is of drawing episodes anew",
-}
+
+@dataclass(frozen=True, eq=False)
+class Played:
+    """A run and the one that it is compared with; none for a baseline."""
+
+    run: RunResults
+    baseline: RunResults | None
+
+    @cached_property
+    def summary(self) -> RunSummary:
+        """Its numbers."""
+        return summarise(self.run)
+
+    @cached_property
+    def speedup(self) -> SpeedUp | None:
+        """Over the baseline."""
+        return speedup_of(self.run, self.baseline)
 
 
-def runs_table(path: Path) -> str:
-    """A row for every run in a folder or in a file of packed ones."""
-    runs = load_runs(path)
-    columns, rows = without_empty(("run", *_MEANINGS), list(_rows(runs)), NOTHING)
-    said = [*_starts(runs), *other_starts(runs, [one.header.name for one in runs])]
-    notes = "".join(f"- {one}\n" for one in said)
-    return "\n".join([markdown_table(columns, rows), legend(columns, _MEANINGS) + notes]).rstrip()
-
-
-def _starts(runs: Sequence[RunResults]) -> Iterator[str]:
-    """What was played, by suite and assets."""
-    played: dict[str, set[int]] = {}
-    for run in runs:
-        trials = played.setdefault(f"{run.header.suite}, assets {run.header.assets}", set())
-        trials.update(one.key.trial for one in run.records)
-    for what, trials in played.items():
-        yield f"{what}: initial states {min(trials)} to {max(trials)}"
-
-
-def _rows(runs: Sequence[RunResults]) -> Iterator[list[str]]:
-    for run in runs:
-        found = summarise(run)
-        errored = found.successes.num_errored
-        yield [
-            run.header.name,
-            success_text(found.successes),
-            interval_text(found.successes),
-            str(errored) if errored else NOTHING,
-            _points(run, baseline_of(run, runs)),
-            *_lengths(found),
-        ]
-
-
-def _points(run: RunResults, baseline: RunResults | None) -> str:
+def _points(one: Played) -> str:
+    run, baseline = one.run, one.baseline
     if baseline is None:
         return NOTHING
     found = compare(baseline, run, (baseline.header.name, run.header.name), MARGIN)
@@ -73,16 +47,110 @@ def _points(run: RunResults, baseline: RunResults | None) -> str:
     return f"{points_text(found.interval)} ({found.num_pairs} starts)"
 
 
-def _lengths(found: RunSummary) -> tuple[str, str, str]:
-    speculation = found.speculation
-    if speculation is None:
-        return NOTHING, NOTHING, NOTHING
-    thinking = speculation.thinking
-    return (
-        f"{speculation.passes_per_action:.2f}",
-        f"{thinking.text_passes:.2f}" if thinking else NOTHING,
-        f"{speculation.committed_length:.2f}" if speculation.num_checked else NOTHING,
-    )
+def _of_passes(text: Callable[[Speculation], str]) -> Callable[[Played], str]:
+    def cell(one: Played) -> str:
+        return text(one.summary.speculation) if one.summary.speculation else NOTHING
+
+    return cell
+
+
+def _mean_ms(one: Played) -> str:
+    spent = [answer.timings.round_trip_ms for it in one.run.records for answer in it.answers]
+    return f"{sum(spent) / len(spent):.1f}" if spent else NOTHING
+
+
+def _times(one: Played) -> str:
+    found = one.speedup
+    if found is None or found.doubts:
+        return NOTHING
+    return f"{found.times:.2f} ({found.interval_text}; {found.of_medians:.2f} by medians)"
+
+
+_RUNS = (
+    Column[Played]("run", lambda one: one.run.header.name),
+    Column[Played](
+        "success",
+        lambda one: success_text(one.summary.successes),
+        "episodes that reached the goal, of those played to their end",
+    ),
+    Column[Played](
+        "95%", lambda one: interval_text(one.summary.successes), "Wilson's interval of the success"
+    ),
+    Column[Played](
+        "errored",
+        lambda one: str(one.summary.successes.num_errored or NOTHING),
+        "episodes in which a tool broke; they count neither way",
+    ),
+    Column(
+        "minus plain's, points (95%)",
+        _points,
+        "the paired difference of success to plain decoding, on the starts that both have",
+    ),
+    Column(
+        "passes",
+        _of_passes(lambda one: f"{one.passes_per_action:.2f}"),
+        "forward passes of the model for an action, prefill included",
+    ),
+    Column(
+        "text",
+        _of_passes(lambda one: f"{one.thinking.text_passes:.2f}" if one.thinking else NOTHING),
+        "of these, passes for what it writes before the action",
+    ),
+    Column(
+        "committed",
+        _of_passes(lambda one: f"{one.committed_length:.2f}" if one.num_checked else NOTHING),
+        "tokens that a pass with guesses settles: the accepted ones and one more",
+    ),
+)
+_TIMES = (
+    Column[Played]("method", lambda one: decoding_of(one.run)),
+    Column(
+        "ms an action", _mean_ms, "from the frame sent to the action received, mean over all frames"
+    ),
+    Column(
+        "times as fast (95%)",
+        _times,
+        "plain decoding's milliseconds over the method's, sums over the same "
+        "episodes, played in turn; the interval is of drawing episodes anew",
+    ),
+)
+
+
+def runs_table(path: Path) -> str:
+    """A row for every run in a folder or in a file of packed ones."""
+    runs = load_runs(path)
+    said = [*_starts(runs), *other_starts(runs, [one.header.name for one in runs])]
+    return _table(_RUNS, runs, said)
+
+
+def times_table(path: Path) -> str:
+    """How long answers took, and how many times sooner than plain decoding's they came."""
+    runs = load_runs(path)
+    doubts = [
+        one.speedup.sentence(decoding_of(one.run), "plain decoding")
+        for one in _with_baselines(runs)
+        if one.speedup is not None and one.speedup.doubts
+    ]
+    return _table(_TIMES, runs, [*_starts(runs), *doubts])
+
+
+def _table(columns: Sequence[Column[Played]], runs: Sequence[RunResults], notes: list[str]) -> str:
+    table = column_table(columns, _with_baselines(runs))
+    return (table + "".join(f"- {one}\n" for one in notes)).rstrip()
+
+
+def _with_baselines(runs: Sequence[RunResults]) -> list[Played]:
+    return [Played(run, baseline_of(run, runs)) for run in runs]
+
+
+def _starts(runs: Sequence[RunResults]) -> Iterator[str]:
+    """What was played, by suite and assets."""
+    played: dict[str, set[int]] = {}
+    for run in runs:
+        trials = played.setdefault(f"{run.header.suite}, assets {run.header.assets}", set())
+        trials.update(one.key.trial for one in run.records)
+    for what, trials in played.items():
+        yield f"{what}: initial states {min(trials)} to {max(trials)}"
 
 
 def tasks_table(path: Path) -> str:
@@ -99,25 +167,6 @@ def tasks_table(path: Path) -> str:
     ]
     names = [one.header.name for one in summaries]
     return markdown_table(["suite", "task", "instruction", *names], rows).rstrip()
-
-
-def times_table(path: Path) -> str:
-    """How long answers took, and how many times sooner than plain decoding's they came."""
-    runs = load_runs(path)
-    rows, doubts = [], []
-    for run in runs:
-        took_ms = [answer.timings.round_trip_ms for one in run.records for answer in one.answers]
-        speed = speedup_of(run, baseline_of(run, runs))
-        told = NOTHING
-        if speed is not None and speed.doubts:
-            doubts.append(speed.sentence(decoding_of(run), "plain decoding"))
-        elif speed is not None:
-            told = f"{speed.times:.2f} ({speed.interval_text}; {speed.of_medians:.2f} by medians)"
-        mean = f"{sum(took_ms) / len(took_ms):.1f}" if took_ms else NOTHING
-        rows.append([decoding_of(run), mean, told])
-    columns, rows = without_empty(("method", *_TIMES), rows, NOTHING)
-    notes = "".join(f"- {one}\n" for one in [*_starts(runs), *doubts])
-    return "\n".join([markdown_table(columns, rows), legend(columns, _TIMES) + notes]).rstrip()
 
 
 TABLES = {"runs": runs_table, "tasks": tasks_table, "times": times_table}

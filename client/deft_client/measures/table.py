@@ -1,6 +1,31 @@
 """How commands and pages write a table: as Markdown, which a terminal shows as well."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+NOTHING = "–"
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Column(Generic[Item]):
+    """What a column shows of an item, and what that means."""
+
+    heading: str
+    text: Callable[[Item], str]  # NOTHING where there is nothing to show
+    meaning: str = ""
+
+
+def column_table(
+    columns: Sequence[Column[Item]], items: Iterable[Item], aligned: bool = False
+) -> str:
+    """A row for each item, without columns that show nothing; below it what the others mean."""
+    rows = [[column.text(item) for column in columns] for item in items]
+    headings, cells = without_empty([one.heading for one in columns], rows)
+    meanings = {one.heading: one.meaning for one in columns if one.meaning}
+    table, meant = markdown_table(headings, cells, aligned), legend(headings, meanings)
+    return "\n".join(part for part in (table, meant) if part)
 
 
 def markdown_table(
@@ -17,15 +42,15 @@ def markdown_table(
 
 
 def legend(columns: Iterable[str], meanings: Mapping[str, str]) -> str:
-    """A line for each of the columns that has a meaning to tell."""
+    """A line for each of the columns whose meaning is given."""
     return "".join(f"- {name}: {meanings[name]}\n" for name in columns if name in meanings)
 
 
 def without_empty(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], empty: str = "–"
+    columns: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> tuple[list[str], list[list[str]]]:
     """Columns and rows without the columns in which no row has anything."""
-    kept = [at for at in range(len(columns)) if any(row[at] != empty for row in rows)]
+    kept = [at for at in range(len(columns)) if any(row[at] != NOTHING for row in rows)]
     return [columns[at] for at in kept], [[row[at] for at in kept] for row in rows]
 
 

@@ -72,6 +72,12 @@ def build_parser() -> ArgumentParser:
         action="store_true",
         help="have a policy that acts at once think aloud, where it can",
     )
+    parser.add_argument(
+        "--stages",
+        action="store_true",
+        help="also print the time of each stage beside this device's limits, and accepted lengths "
+        "by position",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there too")
     return parser
 
@@ -141,7 +147,7 @@ def bench(
             ]
             report = measure(policy, contenders, frames, given.warm_ups)
         following = next_command(contenders, report, given)
-        sys.stdout.write(f"{report.render()}\n{following}\n")
+        sys.stdout.write(f"{report.render(given.stages)}\n\n{following}\n")
         if given.json is not None:
             given.json.write_text(json.dumps(asdict(report), indent=2) + "\n")
         return 1 if report.has_faults else 0

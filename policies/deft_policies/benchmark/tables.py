@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from deft_client.measures.speed import SpeedUp
 from deft_client.measures.statistics import Percentiles
-from deft_client.measures.table import markdown_table
+from deft_client.measures.table import NOTHING, Column, column_table, markdown_table
 from deft_policies.benchmark.audit import (
     AuditReport,
     EqualityCheck,
@@ -16,6 +17,18 @@ from deft_policies.benchmark.roofline import DeviceRates, Roofline
 from deft_policies.benchmark.summary import STAGES, Decoding, Speed
 from deft_policies.decoding.methods import AUTOREGRESSIVE
 
+_LIMITS = """
+
+- limit: what the stage must read and compute at least, at this device's measured rates
+- GB/s, TFLOP/s: what it read and computed in the p50"""
+_POSITIONS = """
+
+- n=2: share of the drafted passes that accepted two drafts
+- t3: committed length of the passes whose first draft stands at the answer's third token"""
+_SHARES = """
+
+- t3: share of the answers whose third token was an accepted draft, in percent
+- pass 2: committed length of the second pass"""
 _MOST_POSITIONS = 64  # of an answer; a text has hundreds
 
 
@@ -38,39 +51,31 @@ class Report:
         audited = self.audit is not None and bool(self.audit.faults)
         return audited or any(check.is_broken for check in self.equality)
 
-    def render(self) -> str:
+    def render(self, has_stages: bool = False) -> str:
         """Tables and verdicts, as text that is also Markdown."""
-        found = [speed for speed in self.speeds if speed.name == self.baseline]
         parts = [
-            "  ".join(f"{name}={value}" for name, value in self.details.items()),
-            speed_table(self.speeds, found[0] if found else None),
+            first_table(self),
+            batch_table(self.speeds, AUTOREGRESSIVE),
+            *(self._details() if has_stages else ()),
+            "Of: " + "; ".join(f"{name} {value}" for name, value in self.details.items()),
         ]
+        if self.audit is not None:
+            parts.append(describe(self.audit))
+        parts += [describe_equality(check) for check in self.equality]
+        return "\n\n".join(part.rstrip() for part in parts if part)
+
+    def _details(self) -> list[str]:
+        """Stages beside the device's limits, and lengths by position."""
+        parts = [time_table(self.speeds)]
         tables = zip_longest(self.speeds, self.rooflines)
         parts += [stage_table(speed, roofline) for speed, roofline in tables]
         if self.rates is not None:
             parts.append(_say_rates(self.rates))
-        if self.decodings:
-            parts += ["\n".join(f"{one.name}: {one.rule}" for one in self.decodings if one.rule)]
-            longest = max(len(one.committed_by_start) for one in self.decodings)
-            by_position = () if longest > _MOST_POSITIONS else (length_table, position_table)
-            of_methods = (decoding_table, *by_position)
-            parts += [table(self.decodings) for table in of_methods]
-            parts.append(batch_table(self.speeds, AUTOREGRESSIVE))
-            parts += [
-                f"{one.name}: nothing was drafted in any pass"
-                for one in self.decodings
-                if one.rule and not any(one.drafted_by_position)
-            ]
-            parts += [
-                f"{one.name}: its rule makes the host wait for the device and runs outside "
-                f"recordings: {one.wait}"
-                for one in self.decodings
-                if one.wait is not None
-            ]
-        if self.audit is not None:
-            parts.append(describe(self.audit))
-        parts += [describe_equality(check) for check in self.equality]
-        return "\n\n".join(part for part in parts if part)
+        parts.append("\n".join(f"{one.name}: {one.rule}" for one in self.decodings if one.rule))
+        longest = max((len(one.committed_by_start) for one in self.decodings), default=0)
+        if 0 < longest <= _MOST_POSITIONS:
+            parts += [length_table(self.decodings), position_table(self.decodings)]
+        return parts
 
 
 def _say_rates(rates: DeviceRates) -> str:
@@ -81,6 +86,113 @@ def _say_rates(rates: DeviceRates) -> str:
     )
 
 
+@dataclass(frozen=True)
+class Contest:
+    """A contender's numbers, and its speed-up over the baseline where it has one."""
+
+    speed: Speed
+    decoding: Decoding | None
+    faster: SpeedUp | None
+
+    def of_drafts(self, form: str, *names: str) -> str:
+        """Numbers of how it decoded; nothing where its engine counts no passes."""
+        if self.decoding is None or not self.decoding.passes:
+            return NOTHING
+        return form.format(*(getattr(self.decoding, name) for name in names))
+
+    @property
+    def is_single(self) -> bool:
+        """Whether a call answers one action."""
+        return self.speed.batch_size * self.speed.chunk_length == 1
+
+    def drafts(self) -> bool:
+        """Whether any pass had drafts."""
+        return self.decoding is not None and self.decoding.committed > 0
+
+    def speed_up(self) -> str:
+        """`1.31 (1.20 to 1.42)`."""
+        if self.faster is None or self.faster.doubts:
+            return NOTHING
+        return f"{self.faster.times:.2f} ({self.faster.interval_text})"
+
+    def relaxed(self, form: str, *names: str) -> str:
+        """Numbers that only a method with other answers has."""
+        has_others = self.decoding is not None and self.decoding.equal_actions < 1
+        return self.of_drafts(form, *names) if has_others else NOTHING
+
+
+def _columns(baseline: str | None) -> list[Column[Contest]]:
+    return [
+        Column("method", lambda one: one.speed.name),
+        Column(
+            "ms",
+            lambda one: f"{one.speed.total.mean:.1f}",
+            "one call, frame in, action out, mean over the same frames",
+        ),
+        Column(
+            "actions/s",
+            lambda one: NOTHING if one.is_single else f"{one.speed.actions_per_s:.1f}",
+            "of the whole batch, if all actions of a chunk are executed",
+        ),
+        Column(
+            "times as fast (95%)",
+            Contest.speed_up,
+            f"milliseconds of {baseline} over the method's, with the interval over episodes",
+        ),
+        Column(
+            "passes",
+            lambda one: one.of_drafts("{:.2f}", "passes"),
+            "runs of the model for an answer, the prefill included",
+        ),
+        Column(
+            "committed",
+            lambda one: one.of_drafts("{:.2f}", "committed") if one.drafts() else NOTHING,
+            "tokens that a pass with drafts settles: the accepted ones and one more",
+        ),
+        Column(
+            "equal answers",
+            lambda one: NOTHING if not one.decoding else f"{one.decoding.equal_actions:.1%}",
+            "answers with all tokens of plain decoding's",
+        ),
+        Column(
+            "relaxed",
+            lambda one: one.relaxed("{:.1%}", "relaxed_share"),
+            "executed tokens that are not the model's greedy choice",
+        ),
+        Column(
+            "bins: mean, most",
+            lambda one: one.relaxed("{:.2f}, {}", "mean_bins", "max_bins"),
+            "how far an action's tokens are from plain decoding's",
+        ),
+        Column(
+            "mm, degrees",
+            lambda one: one.relaxed("{:.2f}, {:.2f}", "mean_mm", "mean_deg"),
+            "the same in robot units, mean over motions",
+        ),
+    ]
+
+
+def first_table(report: Report) -> str:
+    """What one asks first: how fast each method is, and whether its answers are the same."""
+    plain = next((one for one in report.speeds if one.name == report.baseline), None)
+    contests = [
+        Contest(speed, decoding, None if plain in (None, speed) else speed.faster_than(plain))
+        for speed, decoding in zip_longest(report.speeds, report.decodings)
+    ]
+    doubts = dict.fromkeys(doubt for one in contests if one.faster for doubt in one.faster.doubts)
+    notes = [f"No speed-up can be given: {'; '.join(doubts)}."] if doubts else []
+    for one in report.decodings:
+        if one.rule and not any(one.drafted_by_position):
+            notes.append(f"{one.name}: nothing was drafted in any pass")
+        if one.wait is not None:
+            notes.append(
+                f"{one.name}: its rule makes the host wait for the device and runs outside "
+                f"captured rounds: {one.wait}"
+            )
+    table = column_table(_columns(report.baseline), contests, aligned=True)
+    return "\n".join([table, *notes])
+
+
 def render(rows: Sequence[Mapping[str, str]], empty: str = "") -> str:
     """A table whose columns are aligned. A row is its cells by heading; it may lack some."""
     headings = list(dict.fromkeys(heading for row in rows for heading in row))
@@ -88,21 +200,18 @@ def render(rows: Sequence[Mapping[str, str]], empty: str = "") -> str:
     return markdown_table(headings, cells, aligned=True).rstrip()
 
 
-def speed_table(speeds: Sequence[Speed], baseline: Speed | None) -> str:
-    """All contenders, one row each, and how many times faster than the baseline they are."""
-    rows, doubts = [], dict[str, None]()
-    for speed in speeds:
-        row = {"ms per answer": speed.name, "batch": str(speed.batch_size)}
-        row |= _quantiles(speed.total, 2)
-        row |= {"mean": f"{speed.total.mean:.2f}", "actions/s": f"{speed.actions_per_s:.1f}"}
-        found = None if baseline is None else speed.faster_than(baseline)
-        if baseline is not None and found is not None and not found.doubts:
-            row |= {f"x {baseline.name}": f"{found.times:.2f}", "95%": found.interval_text}
-            row["by medians"] = f"{found.of_medians:.2f}"
-        doubts |= dict.fromkeys(found.doubts if found else ())
-        rows.append(row)
-    note = f"\n\nNo speed-up is told: {'; '.join(doubts)}." if doubts else ""
-    return render(rows, empty="–") + note
+def time_table(speeds: Sequence[Speed]) -> str:
+    """Quantiles of the time of an answer, a row for each contender."""
+    columns = (
+        Column[Speed]("ms per answer", lambda one: one.name),
+        *(Column[Speed](name, _quantile(name)) for name in ("p50", "p95", "p99", "mean")),
+        Column[Speed]("actions/s", lambda one: f"{one.actions_per_s:.1f}"),
+    )
+    return column_table(columns, speeds, aligned=True)
+
+
+def _quantile(name: str) -> Callable[[Speed], str]:
+    return lambda one: f"{getattr(one.total, name):.2f}"
 
 
 def stage_table(speed: Speed, roofline: Roofline | None) -> str:
@@ -123,40 +232,21 @@ def stage_table(speed: Speed, roofline: Roofline | None) -> str:
     if roofline is not None:
         total["limit"] = f"{roofline.total_ms:.3f}"
         total["% of limit"] = f"{100 * roofline.total_ms / speed.total.p50:.1f}"
-    return render([*rows, total])
-
-
-def decoding_table(decodings: Sequence[Decoding]) -> str:
-    """How each method decoded, and how far its actions are from plain decoding's."""
-    return render(
-        [
-            {
-                "decoding": one.name,
-                "passes": f"{one.passes:.2f}" if one.passes else "-",  # not every engine tells
-                "committed": f"{one.committed:.2f}" if one.passes else "-",
-                "relaxed %": f"{100 * one.relaxed_share:.1f}",
-                "equal %": f"{100 * one.equal_actions:.1f}",
-                "bins mean": f"{one.mean_bins:.2f}",
-                "bins max": str(one.max_bins),
-                "mm": f"{one.mean_mm:.3f}",
-                "deg": f"{one.mean_deg:.3f}",
-            }
-            for one in decodings
-        ]
-    )
+    return render([*rows, total]) + (_LIMITS if roofline is not None else "")
 
 
 def position_table(decodings: Sequence[Decoding]) -> str:
     """Share of accepted drafts at each token of an action, and committed length by pass."""
     return _two_series(
         decodings,
-        "drafted % at token / committed in pass",
+        "drafted % / committed",
         lambda one: {
             f"t{at}": f"{100 * share:.0f}" for at, share in enumerate(one.drafted_by_position, 1)
         },
         lambda one: {
             f"pass {at}": f"{length:.2f}" for at, length in enumerate(one.committed_by_pass, 1)
         },
+        _SHARES,
     )
 
 
@@ -168,12 +258,13 @@ def length_table(decodings: Sequence[Decoding]) -> str:
     """
     return _two_series(
         decodings,
-        "% of drafted passes that accept n / committed from token",
+        "accepted n % / committed",
         lambda one: {f"n={n}": f"{100 * share:.1f}" for n, share in enumerate(one.accepted_shares)},
         lambda one: {
             f"t{at}": f"{length:.2f}" if length else ""
             for at, length in enumerate(one.committed_by_start, 1)
         },
+        _POSITIONS,
     )
 
 
@@ -205,11 +296,13 @@ def _two_series(
     title: str,
     left: Callable[[Decoding], Mapping[str, str]],
     right: Callable[[Decoding], Mapping[str, str]],
+    meanings: str,
 ) -> str:
     """Two series of cells side by side, a row per method, short ones filled up."""
     shown = [one for one in decodings if one.passes]
     every = {heading: "" for side in (left, right) for one in shown for heading in side(one)}
-    return render([{title: one.name, **every, **left(one), **right(one)} for one in shown])
+    table = render([{title: one.name, **every, **left(one), **right(one)} for one in shown])
+    return table + meanings
 
 
 def _quantiles(times: Percentiles, digits: int) -> dict[str, str]:

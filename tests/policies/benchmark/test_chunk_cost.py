@@ -95,7 +95,10 @@ def test_bench_completes_its_frames_and_prints_the_limits_of_one_pass(
     directory = golden_oft.variants()["l1_2img_proprio"].write(tmp_path / "checkpoint")
     arguments = ["--checkpoint", str(directory), "--pictures", "2", "--chunk", "8"]
     sizes = ["--frames", "3", "--warm-ups", "1", "--threads", "1", "--dtype", "float32"]
-    assert deft(["bench", *arguments, *sizes, "--batch", "1,2", "--json", str(target)]) == 0
+    assert (
+        deft(["bench", *arguments, *sizes, "--batch", "1,2", "--stages", "--json", str(target)])
+        == 0
+    )
     assert "% of limit" in capsys.readouterr().out
     report = json.loads(target.read_text())
     assert [speed["name"] for speed in report["speeds"]] == ["oft", "oft x2"]

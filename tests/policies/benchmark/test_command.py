@@ -44,7 +44,7 @@ from deft_policies.benchmark.summary import (
     summarise_decoding,
     summarise_speed,
 )
-from deft_policies.benchmark.tables import Report, length_table, render, speed_table
+from deft_policies.benchmark.tables import Report, first_table, length_table, render
 from deft_policies.constant import ConstantPolicy
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
 from deft_policies.families.loading import load_policy
@@ -186,14 +186,36 @@ def chunk_of(name: str) -> ActionChunk:
 def test_a_speed_up_is_a_ratio_of_sums_with_its_interval_and_none_without_five_episodes() -> None:
     plain = timed_run("plain", 60.0, 60.0, 60.0, 60.0, 60.0)
     fast = timed_run("fast", 20.0, 20.0, 30.0, 40.0, 40.0)
-    lines = speed_table([plain, fast], plain).splitlines()
-    assert lines[0].split("|")[-4:-1] == [" x plain ", "          95% ", " by medians "]
-    cells = [cell.strip() for cell in lines[3].split("|")[-4:-1]]
-    assert cells == ["2.00", "1.58 to 2.73", "2.00"]
-    few = [timed_run("plain", 60.0, 60.0), timed_run("fast", 20.0, 20.0)]
-    told = speed_table(few, few[0])
-    assert "x plain" not in told
-    assert told.endswith("No speed-up is told: times of 2 episodes, 5 are needed.")
+    lines = first_table(Report({}, (plain, fast), "plain")).splitlines()
+    assert [cell.strip() for cell in lines[0].split("|")[1:-1]] == [
+        *("method", "ms", "times as fast (95%)"),
+    ]
+    assert [cell.strip() for cell in lines[3].split("|")[1:-1]] == [
+        *("fast", "30.0", "2.00 (1.58 to 2.73)"),
+    ]
+    few = (timed_run("plain", 60.0, 60.0), timed_run("fast", 20.0, 20.0))
+    text = first_table(Report({}, few, "plain"))
+    assert "times as fast" not in text
+    assert text.endswith("No speed-up can be given: times of 2 episodes, 5 are needed.")
+
+
+def test_the_first_table_says_how_far_other_answers_are_and_only_of_relaxed_methods() -> None:
+    contenders = (Contender("autoregressive", ConstantPolicy()), 60.0, 1.0)
+    _, exact = compared(contenders)
+    assert "relaxed" not in first_table(exact)
+    _, report = compared(contenders, (Contender("deft", ConstantPolicy()), 30.0, 0.25))
+    deft = replace(report.decodings[1], passes=3.0, committed=2.5, relaxed_share=0.5, max_bins=4)
+    headings, _, _, cells, *_ = first_table(
+        replace(report, decodings=(report.decodings[0], deft))
+    ).splitlines()
+    found = dict(zip(headings.split("|"), cells.split("|"), strict=True))
+    shown = {heading.strip(): cell.strip() for heading, cell in found.items()}
+    assert (shown["passes"], shown["committed"], shown["equal answers"]) == (
+        "3.00",
+        "2.50",
+        "25.0%",
+    )
+    assert (shown["relaxed"], shown["bins: mean, most"]) == ("50.0%", "0.00, 4")
 
 
 def test_decoding_is_summed_up_against_plain_decoding_of_the_same_frames() -> None:
@@ -377,13 +399,13 @@ def test_bench_prints_stages_limits_methods_and_ratios(
     chosen = ["--decoding", "lossless", "--decoding", "within-bins"]
     chosen += ["--radius", "5", "--radius", "9"]
     sizes = ["--frames", "4", "--warm-ups", "1", "--threads", "1", "--dtype", "float32"]
-    against = ["--against", "transformers", "--batch", "1,2", "--json", str(target)]
-    assert bench([*arguments, *chosen, *sizes, *against]) == 0
+    against = ["--against", "transformers", "--batch", "1,2", "--stages"]
+    assert bench([*arguments, *chosen, *sizes, *against, "--json", str(target)]) == 0
     text = capsys.readouterr().out
     for stage in ("preprocess", "vision", "prefill", "draft", "judge", "commit", "post", "total"):
         assert f"| {stage} " in text
     assert "% of limit" in text
-    assert "No speed-up is told: times of 1 episodes, 5 are needed" in text
+    assert "No speed-up can be given: times of 1 episodes, 5 are needed" in text
     report = json.loads(target.read_text())
     names = [speed["name"] for speed in report["speeds"]]
     assert names == [

@@ -2,39 +2,39 @@
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from deft_client.libero.report.difference import Comparison
 from deft_client.libero.report.summary import RunSummary, Successes
 from deft_client.libero.results.store import RunResults
-from deft_client.measures.table import legend, markdown_table, without_empty
+from deft_client.measures.table import NOTHING, Column, column_table, legend, markdown_table
 
 
 def success_text(successes: Successes) -> str:
     """`87.5% (35/40)`, or a dash where nothing was judged."""
     if not successes.num_judged:
-        return "–"
+        return NOTHING
     return f"{100 * successes.share:.1f}% ({successes.num_succeeded}/{successes.num_judged})"
 
 
 def interval_text(successes: Successes) -> str:
     """`73.9–94.5`, in percent."""
     interval = successes.interval
-    return f"{100 * interval.low:.1f}–{100 * interval.high:.1f}" if successes.num_judged else "–"
+    return (
+        f"{100 * interval.low:.1f}–{100 * interval.high:.1f}" if successes.num_judged else NOTHING
+    )
 
 
 def terminal_table(summaries: Sequence[RunSummary]) -> str:
     """A row per run, without the columns that all leave out; below, what its words mean."""
-    columns, rows = without_empty(_RUN_COLUMNS, [_run_cells(one) for one in summaries])
-    return markdown_table(columns, rows, aligned=True) + legend(columns, _MEANINGS)
+    return column_table(_RUN_COLUMNS, summaries, aligned=True)
 
 
 def markdown_tables(
     summaries: Sequence[RunSummary], comparisons: Sequence[Comparison], notes: Sequence[str] = ()
 ) -> str:
     """All tables of the report."""
-    columns, rows = without_empty(_RUN_COLUMNS, [_run_cells(one) for one in summaries])
-    parts = [markdown_table(columns, rows), legend(columns, _MEANINGS)]
+    parts = [column_table(_RUN_COLUMNS, summaries)]
     parts += ["".join(f"- {one}\n" for one in notes)] if notes else []
     for names, cells in ((_TASK_COLUMNS, _task_rows), (_STAGE_COLUMNS, _stage_rows)):
         parts.append(markdown_table(names, [row for one in summaries for row in cells(one)]))
@@ -87,57 +87,99 @@ def episodes_csv(runs: Iterable[RunResults]) -> str:
     return stream.getvalue()
 
 
+def _of_times(form: str) -> Callable[[RunSummary], str]:
+    return lambda one: form.format(one.round_trip) if one.round_trip.count else NOTHING
+
+
+def _of_passes(form: str) -> Callable[[RunSummary], str]:
+    return lambda one: form.format(one.speculation) if one.speculation else NOTHING
+
+
+def _of_text(form: str) -> Callable[[RunSummary], str]:
+    def text(one: RunSummary) -> str:
+        found = one.speculation.thinking if one.speculation else None
+        return form.format(found) if found else NOTHING
+
+    return text
+
+
+def _live(form: str) -> Callable[[RunSummary], str]:
+    return lambda one: form.format(one) if one.is_real_time else NOTHING
+
+
 _RUN_COLUMNS = (
-    "run", "success", "95%", "errored", "p50 ms", "p95 ms", "p99 ms", "actions/s", "passes",
-    "text", "text ms", "action", "action ms", "committed", "relaxed", "held", "step", "inside",
-)  # fmt: skip
-_MEANINGS = {
-    "success": "episodes that succeeded, of those that were played to their end",
-    "95%": "Wilson's interval of that share",
-    "errored": "episodes in which a tool broke; they count neither way",
-    "p50 ms": "half of the answers took no longer, from the frame sent to the action received",
-    "actions/s": "in lock-step what the answers would sustain, in real time fresh ones",
-    "passes": "forward passes of the model for an action, the prefill included",
-    "text": "of these, passes for what it writes before; action: for what is behind it",
-    "committed": "tokens that a pass with guesses settles: the accepted ones, and one more",
-    "relaxed": "executed tokens that are not the model's own greedy choice",
-    "held": "share of the steps in which the arm held, for want of an answer",
-    "step": "largest change from one action to the next; inside: the same within answered chunks",
-}
+    Column[RunSummary]("run", lambda one: one.header.name),
+    Column[RunSummary](
+        "success",
+        lambda one: success_text(one.successes),
+        "episodes that succeeded, of those that were played to their end",
+    ),
+    Column[RunSummary](
+        "95%", lambda one: interval_text(one.successes), "Wilson's interval of that share"
+    ),
+    Column[RunSummary](
+        "errored",
+        lambda one: str(one.successes.num_errored),
+        "episodes in which a tool broke; they count neither way",
+    ),
+    Column(
+        "p50 ms",
+        _of_times("{.p50:.1f}"),
+        "half of the answers took no longer, from the frame sent to the action received",
+    ),
+    Column("p95 ms", _of_times("{.p95:.1f}")),
+    Column("p99 ms", _of_times("{.p99:.1f}")),
+    Column[RunSummary](
+        "actions/s",
+        lambda one: f"{one.control_rate:.1f}" if one.control_rate else NOTHING,
+        "in lock-step what the answers would sustain, in real time fresh ones",
+    ),
+    Column(
+        "passes",
+        _of_passes("{.passes_per_action:.2f}"),
+        "forward passes of the model for an action, the prefill included",
+    ),
+    Column(
+        "text",
+        _of_text("{.text_passes:.2f}"),
+        "of these, passes for what it writes before; action: for what is behind it",
+    ),
+    Column("text ms", _of_text("{.text_ms:.2f}")),
+    Column("action", _of_text("{.action_passes:.2f}")),
+    Column("action ms", _of_text("{.action_ms:.2f}")),
+    Column(
+        "committed",
+        _of_passes("{.committed_length:.2f}"),
+        "tokens that a pass with guesses settles: the accepted ones, and one more",
+    ),
+    Column(
+        "relaxed",
+        _of_passes("{.relaxed_share:.1%}"),
+        "executed tokens that are not the model's own greedy choice",
+    ),
+    Column(
+        "held",
+        _live("{.held_share:.0%}"),
+        "share of the steps in which the arm held, for want of an answer",
+    ),
+    Column(
+        "step",
+        _live("{.seams.commanded:.2f}"),
+        "largest change from one action to the next; inside: the same within answered chunks",
+    ),
+    Column("inside", _live("{.seams.inside:.2f}")),
+)
 _PAIRED = {
     "pairs": "starts that both runs were judged on",
     "McNemar p": "chance that coin tosses part the pairs that went differently as much",
     "same actions": "episodes whose actions are equal to the last bit",
 }
-_THINKING = (
-    "{.text_passes:.2f}", "{.text_ms:.2f}", "{.action_passes:.2f}", "{.action_ms:.2f}"
-)  # fmt: skip
-_LIVE = ("{.held_share:.0%}", "{.seams.commanded:.2f}", "{.seams.inside:.2f}")
 _TASK_COLUMNS = ("run", "task", "instruction", "success", "95%", "errored")
 _STAGE_COLUMNS = ("run", "stage", "p50 ms", "p95 ms", "p99 ms", "mean ms")
 COMPARISON_COLUMNS = (
     "first", "second", "pairs", "both", "only first", "only second", "neither", "difference",
     "McNemar p", "same actions", "success",
 )  # fmt: skip
-
-
-def _run_cells(summary: RunSummary) -> tuple[str, ...]:
-    found, trip = summary.speculation, summary.round_trip
-    told: tuple[tuple[object, tuple[str, ...]], ...] = (
-        (trip if trip.count else None, ("{.p50:.1f}", "{.p95:.1f}", "{.p99:.1f}")),
-        (summary if summary.control_rate else None, ("{.control_rate:.1f}",)),
-        (found, ("{.passes_per_action:.2f}",)),
-        (found.thinking if found else None, _THINKING),
-        (found, ("{.committed_length:.2f}", "{.relaxed_share:.1%}")),
-        (summary if summary.is_real_time else None, _LIVE),
-    )
-    return (
-        summary.header.name,
-        success_text(summary.successes),
-        interval_text(summary.successes),
-        str(summary.successes.num_errored),
-        *(form.format(one) if one else "–" for one, forms in told for form in forms),
-    )
 
 
 def _task_rows(summary: RunSummary) -> Iterable[tuple[str, ...]]:
@@ -169,8 +211,8 @@ def comparison_cells(one: Comparison) -> tuple[str, ...]:
         str(one.only_first),
         str(one.only_second),
         str(one.neither),
-        f"{100 * one.difference:+.1f} points" if one.num_pairs else "–",
-        f"{one.p_value:.3g}" if one.num_pairs else "–",
+        f"{100 * one.difference:+.1f} points" if one.num_pairs else NOTHING,
+        f"{one.p_value:.3g}" if one.num_pairs else NOTHING,
         f"{one.num_same_actions}/{one.num_pairs}",
         one.verdict,
     )
