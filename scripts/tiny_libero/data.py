@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -90,7 +91,7 @@ class PolicySamples:
     """Samples as parallel arrays; pictures stay compressed until they are needed."""
 
     encoded: Sequence[bytes]  # [sample] JPEG or PNG files
-    labels: NDArray[np.int64]  # [sample, dim], action tokens
+    labels: NDArray[np.int64]  # [sample, number], action tokens, or the numbers of a text
     positions: NDArray[np.float32]  # [sample, value], what the auxiliary head is asked for
     weights: NDArray[np.float32]  # [sample]
     requests: Sequence[Request]  # [sample]
@@ -115,23 +116,32 @@ class PolicySamples:
         )
 
 
+AnyBatch = TypeVar("AnyBatch", bound="CloneBatch")
+
+
 @dataclass(frozen=True)
-class PolicyBatch:
-    """One step's samples as tensors: prompts and what the policy is to answer."""
+class CloneBatch:
+    """One step's samples as tensors: what is seen and asked for, and where things are."""
 
     frames: Tensor  # [row, size, size, 3] uint8
-    labels: Tensor  # [row, dim] action tokens
     positions: Tensor  # [row, value]
     weights: Tensor  # [row]
     ids: Tensor  # [row, text] prompt and answer, right-padded
     prompt_lengths: Tensor  # [row]
-    answers: Tensor  # [row, step] the answer alone, -1 behind its end
-    first_actions: Tensor  # [row] where in the answer the action begins
 
-    def to(self, device: torch.device) -> "PolicyBatch":
+    def to(self: "AnyBatch", device: torch.device) -> "AnyBatch":
         """The same batch on a device."""
         moved = {one.name: getattr(self, one.name).to(device) for one in fields(self)}
-        return PolicyBatch(**moved)
+        return type(self)(**moved)
+
+
+@dataclass(frozen=True)
+class PolicyBatch(CloneBatch):
+    """What a policy of OpenVLA's architecture is to answer."""
+
+    labels: Tensor  # [row, dim] action tokens
+    answers: Tensor  # [row, step] the answer alone, -1 behind its end
+    first_actions: Tensor  # [row] where in the answer the action begins
 
 
 class Batches:

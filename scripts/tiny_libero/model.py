@@ -135,10 +135,10 @@ class PolicyNet(nn.Module):
         return PolicyOutput(logits, self.position_head(hidden[:, 0]))
 
 
-def initialise(net: PolicyNet, seed: int) -> None:
+def initialise(net: nn.Module, seed: int) -> None:
     """Small normal weights, residual outputs scaled down by depth, LayerScale at a tenth."""
     generator = torch.Generator().manual_seed(seed)
-    depth = net.config.llm.num_layers
+    depth = count_layers(net.state_dict())
     for name, parameter in net.named_parameters():
         if parameter.ndim >= 2:
             spread = min(0.02 * 4, parameter[0].numel() ** -0.5)

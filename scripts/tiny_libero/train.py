@@ -1,5 +1,6 @@
 """From demonstrations to training samples: statistics, tokenizer, tokens, thoughts, weights."""
 
+import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,16 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
-from tqdm import tqdm
 
 from deft_client.commands.program import CommandParser
-from deft_client.datasets.demonstrations import (
-    COLUMNS,
-    PRIVILEGED,
-    Demonstration,
-    find_demonstrations,
-    load_demonstration,
-)
+from deft_client.datasets.demonstrations import Demonstration
 from deft_draft_training.config import load_config
 from deft_draft_training.errors import ConfigError, DataError
 from deft_policies.checkpoint.config import load_config as load_checkpoint_config
@@ -30,28 +24,23 @@ from deft_policies.model.prompt import PromptTemplate
 from deft_policies.model.sizes import OpenVLAConfig, TrainingNotes
 from deft_policies.model.statistics import ActionStatistics
 from scripts.tiny_libero.checkpoint_writer import write_checkpoint
-from scripts.tiny_libero.data import PolicySamples, Request
-from scripts.tiny_libero.fit import PolicyFitConfig, PolicyTrainer
-from scripts.tiny_libero.language import (
-    CARRYING,
-    PATTERNS,
-    SEEKING,
-    TAGS,
-    Facts,
-    reasoning,
-    vocabulary,
+from scripts.tiny_libero.data import PolicySamples
+from scripts.tiny_libero.episodes import (
+    auxiliary_positions,
+    decided,
+    load_demonstrations,
+    request_of,
+    step_weights,
+    thoughts,
 )
+from scripts.tiny_libero.fit import PolicyFitConfig, PolicyTrainer
+from scripts.tiny_libero.language import TAGS, vocabulary
 from scripts.tiny_libero.model import PolicyModelConfig, PolicyNet, build_config
+from scripts.tiny_libero.number_fit import NumberFitConfig, NumberTrainer
+from scripts.tiny_libero.number_samples import prepare_numbers, write_numbers
 from scripts.tiny_libero.tokenizer import build_tokenizer
 
 _MOVING = 0.02  # of the largest command; less counts as standing still
-_DECIMETRES = 10.0  # positions of a few decimetres become numbers of order one
-
-# Where an open hand is so near the thing that only the expert can tell how far it is off.
-_NEAR_METRES, _OPEN_METRES, _RISING = 0.06, 0.07, 0.1
-
-# How much a step counts: the grasp and what surrounds it decide an episode.
-_PHASE_WEIGHTS = {"descend": 2.0, "close": 3.0, "lift": 2.0, "lower": 1.5, "release": 3.0}
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,36 +58,6 @@ class KeptTokens:
 
     statistics: ActionStatistics
     tokenizer: Tokenizer
-
-
-def load_demonstrations(folders: Sequence[Path], only_succeeded: bool) -> list[Demonstration]:
-    """Read all episodes of some folders, or only those that succeeded."""
-    paths = [path for folder in folders for path in find_demonstrations(folder)]
-    if not paths:
-        places = ", ".join(str(folder) for folder in folders)
-        raise DataError(f"no demonstrations in {places}; run the command demos first")
-    loaded = (load_demonstration(path) for path in tqdm(paths, desc="read", unit="episode"))
-    return [one for one in loaded if one.header.succeeded or not only_succeeded]
-
-
-def decided(episode: Demonstration) -> Demonstration:
-    """An episode without the steps at which an open hand, close to the thing, rises again.
-
-    A centimetre decides whether the expert goes down or up first to come down anew. The picture
-    does not show it, and a policy that is taught both hovers.
-    """
-    away = _columns(episode, "object", "xy") - _columns(episode, "gripper", "xy")
-    opening = episode.privileged[:, PRIVILEGED.index("opening")]
-    phases = np.array(episode.header.phases)[episode.phase]
-    hesitates = (
-        np.isin(phases, SEEKING)
-        & (np.linalg.norm(away, axis=1) < _NEAR_METRES)
-        & (opening > _OPEN_METRES)
-        & (episode.labels[:, 2] > _RISING)
-    )
-    kept = np.flatnonzero(~hesitates)
-    rows = {name: getattr(episode, name)[kept] for name in COLUMNS}
-    return replace(episode, encoded=[episode.encoded[step] for step in kept.tolist()], **rows)
 
 
 def prepare(
@@ -128,15 +87,6 @@ def prepare(
     )
     samples = PolicySamples.join(_samples(one, config, statistics) for one in episodes)
     return Prepared(config, tokenizer, samples)
-
-
-def request_of(episode: Demonstration) -> Request:
-    """What an episode was about, in LIBERO's words where it says so."""
-    header = episode.header
-    if not header.subject:
-        return Request(header.instruction)
-    told = PATTERNS[0].format(thing=header.subject, place=header.place)
-    return Request(told, header.subject, header.place)
 
 
 def measure_statistics(episodes: Iterable[Demonstration]) -> ActionStatistics:
@@ -181,58 +131,26 @@ def _spoken_bits(episodes: Sequence[Demonstration], prepared: Prepared) -> str:
     return ", ".join(f"{name} {one:.2f}" for name, one in zip(names, bits, strict=False))
 
 
-def auxiliary_positions(episode: Demonstration) -> NDArray[np.float32]:
-    """What the auxiliary head is asked for: where gripper, object and goal are, and how apart.
-
-    [step, value] in decimetres; positions against each other are what actions depend on.
-    """
-    hand, thing, goal, target = (
-        _columns(episode, name, "xyz") for name in ("gripper", "object", "goal", "target")
-    )
-    opening = episode.privileged[:, [PRIVILEGED.index("opening")]]
-    values = (hand, thing, goal, thing - hand, target - hand, opening)
-    return (np.concatenate(values, axis=1) * _DECIMETRES).astype(np.float32)
-
-
-def _columns(episode: Demonstration, name: str, ends: Iterable[str]) -> NDArray[np.float32]:
-    """Some of the privileged numbers, [step, end]: `object_x`, `object_y` ..."""
-    return episode.privileged[:, [PRIVILEGED.index(f"{name}_{end}") for end in ends]]
-
-
 def _samples(
     episode: Demonstration, config: OpenVLAConfig, statistics: ActionStatistics
 ) -> PolicySamples:
     codec = ActionCodec(config.vocabulary)
-    phases = [episode.header.phases[number] for number in episode.phase]
     request = request_of(episode)
     return PolicySamples(
         encoded=episode.encoded,
         labels=codec.encode(episode.labels.astype(np.float64), statistics),
         positions=auxiliary_positions(episode),
-        weights=np.array([_PHASE_WEIGHTS.get(phase, 1.0) for phase in phases], np.float32),
+        weights=step_weights(episode),
         requests=[request] * len(episode),
         thoughts=thoughts(episode) if request.thing else [""] * len(episode),
     )
 
 
-def thoughts(episode: Demonstration) -> list[str]:
-    """What a policy that thinks aloud would say of each step."""
-    header, sides = episode.header, ("left", "top", "right", "bottom")
-    hand, thing, goal = (_columns(episode, one, "xyz") for one in ("gripper", "object", "goal"))
-    is_carrying = np.isin(episode.phase, [header.phases.index(one) for one in CARRYING])
-    return [
-        reasoning(Facts(header.subject, header.place, header.phases[phase], *facts))
-        for phase, *facts in zip(
-            episode.phase,
-            episode.labels,
-            np.where(is_carrying[:, None], goal - thing, thing - hand),
-            episode.privileged[:, PRIVILEGED.index("opening")],
-            _columns(episode, "object", sides),
-            _columns(episode, "goal", sides),
-            _columns(episode, "gripper", ("left", "top")),
-            strict=True,
-        )
-    ]
+@dataclass(frozen=True)
+class NumberRunConfig:
+    """A run of a policy that writes numbers."""
+
+    fit: NumberFitConfig = field(default_factory=NumberFitConfig)
 
 
 @dataclass(frozen=True)
@@ -249,6 +167,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("demos", nargs="+", type=Path, help="folders of demonstrations")
     parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="run directory")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new checkpoint")
+    parser.add_argument(
+        "--answers",
+        choices=("actions", "numbers"),
+        default="actions",
+        help="a token of each dimension, as OpenVLA, or numbers in text, as VLA-0 [%(default)s]",
+    )
     parser.add_argument("--config", type=Path, metavar="TOML")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
     parser.add_argument(
@@ -278,6 +202,15 @@ def main(arguments: list[str]) -> int:
         )
     if given.threads:
         torch.set_num_threads(given.threads)
+    if given.answers == "numbers":
+        _train_numbers(given)
+    else:
+        _train_policy(given)
+    return 0
+
+
+def _train_policy(given: argparse.Namespace) -> None:
+    """Of OpenVLA's architecture."""
     config = load_config(PolicyRunConfig, given.config, given.overrides)
     kept = _kept_tokens(given.tokens_of, config.statistics_key)
     episodes = load_demonstrations(given.demos, only_succeeded=given.warm_start is None)
@@ -298,14 +231,38 @@ def main(arguments: list[str]) -> int:
         torch.device(given.device),
     )
     net = trainer.run(given.run, given.warm_start, given.tensorboard)
-    dtype = torch.float32 if given.float32 else torch.bfloat16
-    write_policy(net, prepared, given.out, dtype)
+    write_policy(net, prepared, given.out, _dtype(given))
     key = config.statistics_key
     sys.stdout.write(
         f"{given.out}: {config.fit.steps} steps\n"
         f"next: deft serve --checkpoint {quote(str(given.out))} --statistics-key {key}\n"
     )
-    return 0
+
+
+def _train_numbers(given: argparse.Namespace) -> None:
+    """Of VLA-0's architecture."""
+    config = load_config(NumberRunConfig, given.config, given.overrides)
+    episodes = load_demonstrations(given.demos, only_succeeded=given.warm_start is None)
+    prepared = prepare_numbers(episodes, given.tokens_of)
+    repeated = ", ".join(f"{100 * one:.1f}" for one in prepared.repeated)
+    sys.stderr.write(
+        f"{len(episodes)} episodes, {len(prepared.samples)} frames\n"
+        f"of 100 numbers so many are the same in the next frame, by dimension: {repeated}; "
+        f"of all {100 * prepared.repeated.mean():.1f}\n"
+    )
+    device = torch.device(given.device)
+    trainer = NumberTrainer(config.fit, prepared.run, prepared.samples, prepared.tokenizer, device)
+    net = trainer.run(given.run, given.warm_start, given.tensorboard)
+    write_numbers(net, prepared, given.out, _dtype(given))
+    sys.stdout.write(
+        f"{given.out}: {config.fit.steps} steps\n"
+        f"next: deft serve --family vla0 --checkpoint {quote(str(given.out))}\n"
+    )
+
+
+def _dtype(given: argparse.Namespace) -> torch.dtype:
+    """Of the weights that are stored."""
+    return torch.float32 if given.float32 else torch.bfloat16
 
 
 def write_policy(net: PolicyNet, prepared: Prepared, directory: Path, dtype: torch.dtype) -> None:

@@ -1,0 +1,80 @@
+"""From demonstrations to a policy that writes numbers: statistics, tokenizer, numbers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from deft_client.datasets.demonstrations import Demonstration
+from deft_client.libero.simulator.conventions import to_robosuite
+from deft_draft_training.errors import DataError
+from deft_policies.families.vla0.network import load_tokenizer
+from deft_policies.families.vla0.run_folder import RunFolder, read_run
+from scripts.tiny_libero.data import PolicySamples
+from scripts.tiny_libero.episodes import auxiliary_positions, request_of, step_weights
+from scripts.tiny_libero.language import PATTERNS, PLACES, THINGS
+from scripts.tiny_libero.number_checkpoint import write_number_checkpoint
+from scripts.tiny_libero.number_fit import NumberNet, run_of
+from scripts.tiny_libero.number_tokenizer import build_number_tokenizer
+from scripts.tiny_libero.numbers import chunks, repeated_share, to_numbers
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedNumbers:
+    """Everything a training run starts from."""
+
+    run: RunFolder
+    tokenizer: Tokenizer
+    samples: PolicySamples
+    repeated: NDArray[np.float64]  # share of numbers that the next frame has again, by dimension
+
+
+def prepare_numbers(episodes: Sequence[Demonstration], kept: Path | None = None) -> PreparedNumbers:
+    """Build samples. The range and the tokenizer are those of a checkpoint if one is kept."""
+    if not episodes:
+        raise DataError("none of the demonstrations succeeded; nothing to train on")
+    actions = [np.stack([to_robosuite(row) for row in one.labels]) for one in episodes]
+    if kept is not None:
+        run = read_run(kept)
+        tokenizer = load_tokenizer(run.model)
+    else:
+        every = np.concatenate(actions)
+        run = run_of(every.min(axis=0), every.max(axis=0), Path("the tokenizer"))
+        instructions = {request_of(one).instruction for one in episodes}
+        sentences = {
+            pattern.format(thing=thing, place=place)
+            for pattern, thing, place in product(PATTERNS, THINGS, PLACES)
+        }
+        tokenizer = build_number_tokenizer(instructions | sentences, run)
+    numbers = [to_numbers(chunks(one), run.lowest, run.highest) for one in actions]
+    samples = PolicySamples.join(
+        _samples(one, numbers_of) for one, numbers_of in zip(episodes, numbers, strict=True)
+    )
+    return PreparedNumbers(run, tokenizer, samples, repeated_share([one[:, 0] for one in numbers]))
+
+
+def _samples(episode: Demonstration, numbers: NDArray[np.int64]) -> PolicySamples:
+    return PolicySamples(
+        encoded=episode.encoded,
+        labels=numbers.reshape(len(numbers), -1),
+        positions=auxiliary_positions(episode),
+        weights=step_weights(episode),
+        requests=[request_of(episode)] * len(episode),
+        thoughts=[""] * len(episode),
+    )
+
+
+def write_numbers(
+    net: NumberNet, prepared: PreparedNumbers, directory: Path, dtype: torch.dtype
+) -> None:
+    """Write what inference uses; the auxiliary head stays behind."""
+    tensors = {
+        name: tensor.detach().to("cpu", dtype).contiguous()
+        for name, tensor in net.named_tensors().items()
+    }
+    write_number_checkpoint(directory, prepared.run, net.config, tensors, prepared.tokenizer)
