@@ -25,7 +25,7 @@ from scripts.tiny_libero.data import CloneBatch, PolicySamples
 from scripts.tiny_libero.fit import CloneConfig, CloneTrainer, comes_at, position_loss
 from scripts.tiny_libero.model import initialise
 from scripts.tiny_libero.number_model import NumberModelConfig, NumberNet, build_number_config
-from scripts.tiny_libero.number_tokenizer import HIDDEN
+from scripts.tiny_libero.number_tokenizer import HIDDEN, token_id
 from scripts.tiny_libero.numbers import STOP, spelling_table
 
 
@@ -66,7 +66,7 @@ class NumberBatches:
         side = run.size // PATCH
         self.grid = (side, side)
         self._ids = np.array(find_ids(tokenizer, run.model))
-        self._hidden = tokenizer.token_to_id(HIDDEN)
+        self._hidden = token_id(tokenizer, HIDDEN)
         self._near = spelling_table(config.loss.sigma).numpy()
         self._exact = spelling_table(0.0).numpy()
 
@@ -142,7 +142,7 @@ class NumberTrainer(CloneTrainer[NumberNet, NumberBatch]):
         self._batches = NumberBatches(samples, tokenizer, run, config)
         ids = find_ids(tokenizer, run.model)
         sizes = build_number_config(config.model, tokenizer.get_vocab_size(), ids)
-        prompt, pad = self._batches.prompt(""), tokenizer.token_to_id(IMAGE_PAD)
+        prompt, pad = self._batches.prompt(""), token_id(tokenizer, IMAGE_PAD)
         first = prompt.index(pad)
         slots = slice(first, first + prompt.count(pad))
         places = prompt_positions(prompt, pad, [self._batches.grid])

@@ -97,14 +97,14 @@ class NumberNet(nn.Module):
         """
         words, seen = self.decoder.embedding(ids), self.vision(patches, grid)
         first, last = self._slots.start, self._slots.stop
-        hidden = self.decoder(torch.cat((words[:, :first], seen, words[:, last:]), dim=1))
+        hidden: Tensor = self.decoder(torch.cat((words[:, :first], seen, words[:, last:]), dim=1))
         wanted = (lengths - 1)[:, None] + torch.arange(steps, device=ids.device)
         wanted = wanted.clamp(max=hidden.shape[1] - 1)[..., None]
         return hidden.gather(1, wanted.expand(-1, -1, hidden.shape[-1]))
 
     def named_tensors(self) -> Mapping[str, Tensor]:
         """Every weight that is kept under its published name."""
-        parameters = dict(self.named_parameters())
+        parameters: dict[str, Tensor] = dict(self.named_parameters())
         parameters["words.weight"] = self.decoder.embedding.weight
         return {
             place.name: parameters[place.parameter][place.rows].reshape(place.shape)

@@ -19,7 +19,8 @@ from scripts.tiny_libero.data import PolicySamples
 from scripts.tiny_libero.episodes import auxiliary_positions, request_of, step_weights
 from scripts.tiny_libero.language import PATTERNS, PLACES, THINGS
 from scripts.tiny_libero.number_checkpoint import write_number_checkpoint
-from scripts.tiny_libero.number_fit import NumberNet, run_of
+from scripts.tiny_libero.number_fit import run_of
+from scripts.tiny_libero.number_model import NumberNet
 from scripts.tiny_libero.number_tokenizer import build_number_tokenizer
 from scripts.tiny_libero.numbers import chunks, repeated_share, to_numbers
 

@@ -44,6 +44,12 @@ def build_number_tokenizer(texts: Iterable[str], run: RunFolder) -> Tokenizer:
     return tokenizer
 
 
+def token_id(tokenizer: Tokenizer, piece: str) -> int:
+    """Of a token that it is known to have."""
+    found: int = tokenizer.get_vocab()[piece]
+    return found
+
+
 def write_number_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
     """Write the files that Hugging Face's loaders expect beside a model."""
     tokenizer.save(str(directory / TOKENIZER_FILE))

@@ -19,7 +19,7 @@ def chunks(actions: NDArray[np.float64]) -> NDArray[np.float64]:
     At an episode's end the last action is repeated.
     """
     ahead = np.arange(len(actions))[:, None] + np.arange(NUM_STEPS)
-    return actions[ahead.clip(max=len(actions) - 1)]
+    return np.asarray(actions[ahead.clip(max=len(actions) - 1)])
 
 
 def to_numbers(

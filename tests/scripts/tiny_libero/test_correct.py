@@ -18,7 +18,7 @@ from deft_draft_training.errors import ConfigError
 from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.constant import ConstantPolicy
 from deft_policies.errors import NoActionError
-from scripts.tiny_libero.correct import Learner, TakeoverSettings, main
+from scripts.tiny_libero.correct import Learner, TakeoverSettings, main, sign_gripper
 from scripts.tiny_libero.expert.expert import Label
 from scripts.tiny_libero.expert.pick import Phase
 from scripts.tiny_libero.model import PolicyModelConfig, PolicyNet, initialise
@@ -55,6 +55,29 @@ def led(
 
 def test_a_policy_that_moves_is_left_alone():
     assert led([0.01 * step for step in range(12)]) == [False] * 12
+
+
+def test_rows_of_an_answer_are_executed_before_the_policy_is_asked_again():
+    chunk = np.zeros((4, 7))
+    chunk[:, 0] = np.arange(4)
+    alone = TakeoverSettings(steps=0)
+    learner = Learner(
+        ConstantPolicy(chunk),
+        "lift it",
+        alone,
+        np.random.default_rng(0),
+        num_executed=3,
+        convert=sign_gripper,
+    )
+    executed = [learner.act(FRAME, scene_at(0.01 * step), LABEL) for step in range(5)]
+    assert [action[0] for action in executed] == [0, 1, 2, 0, 1]
+
+
+def test_a_gripper_that_is_written_as_a_number_is_open_or_closed():
+    answers = np.array([[0.25] * 6 + [value] for value in (-1.0, -0.002, 0.002, 1.0)])
+    signed = [sign_gripper(one) for one in answers]
+    assert [one[6] for one in signed] == [OPEN, OPEN, CLOSE, CLOSE]
+    assert all((one[:6] == 0.25).all() for one in signed)
 
 
 def test_the_expert_leads_for_some_steps_where_nothing_moves():
