@@ -137,7 +137,7 @@ class Arithmetic:
 
 
 def predictions() -> Iterator[Predicted]:
-    """Every goal of `bench_gpu` at one row."""
+    """Every goal of `scripts.bench gpu` at one row."""
     plain, fp8 = Arithmetic(BFLOAT16), Arithmetic(FP8)
     committed = sum(length * share for length, share in enumerate(RELAXED_GOAL)) + 1
     # Of 6 guesses behind the prompt a fifth is wrong, and each of those takes a round.

@@ -174,7 +174,7 @@ class Settings(BaseModel):
     )
     log_batches: bool = Field(
         default=False,
-        description="log size and time of every batch (for scripts.plan --log)",
+        description="log size and time of every batch",
     )
     log_format: Literal["auto", "json", "text"] = Field(
         default="auto",

@@ -22,9 +22,9 @@ from deft_policies.families.policy import VlaPolicy
 from deft_policies.families.target import VlaTarget
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.random_weights import word_ids
-from scripts import bench_gpu
-from scripts.bench import scripted
-from scripts.bench_gpu import verdicts
+from scripts.bench import gpu as bench_gpu
+from scripts.bench.decoding import scripted
+from scripts.bench.gpu import verdicts
 from scripts.reproduce.published import RELAXED_GOAL
 from scripts.scripted_drafts import Dice, Script, ScriptedPolicy, find_answers, spoil
 from tests import golden

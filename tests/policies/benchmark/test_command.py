@@ -53,7 +53,7 @@ from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.formats import Precision
 from deft_policies.model.random_weights import openvla_7b
 from deft_server.__main__ import main as deft
-from scripts.bench import main as bench
+from scripts.bench.decoding import main as bench
 from scripts.transformers_baseline import BaselineLoop, TransformersPolicy
 from tests import golden
 

@@ -1,4 +1,4 @@
-"""What one connection may take of a server, over real sockets. `python -m scripts.attack` measures
+"""What one connection may take of a server, over real sockets. `python -m tests.attack` measures
 the same under floods; here each bound is passed once.
 """
 

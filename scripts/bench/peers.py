@@ -30,7 +30,7 @@ _SIZE = 256
 @contextmanager
 def peer(kind: str) -> Iterator[int]:
     """Run one of the two in a process of its own; yield its port."""
-    command = [sys.executable, "-m", "scripts.bench_server.peers", kind]
+    command = [sys.executable, "-m", "scripts.bench.peers", kind]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     try:

@@ -1,4 +1,4 @@
-"""How long steps of the simulator take: `python -m scripts.bench_sim`.
+"""How long steps of the simulator take: `python -m scripts.bench sim`.
 
 One step is physics and one 256x256 agent view, on one core. The last column is the processor time
 of a step, which other programs on the machine disturb less.
@@ -18,14 +18,15 @@ from deft_client.measures.table import markdown_table
 SUITES = [name for name in SUITE_NAMES if name != "libero_90"]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser("python -m scripts.bench sim", description=__doc__)
     parser.add_argument("--steps", type=int, default=100, help="measured steps per suite")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     columns = ["median ms", "physics", "frame", "step", "step, p95", "restart", "step's CPU time"]
     rows = [step_row(suite, options.steps) for suite in SUITES]
     print(markdown_table(columns, rows, aligned=True))
+    return 0
 
 
 def step_row(suite: str, num_steps: int) -> list[str]:
@@ -50,7 +51,3 @@ def step_row(suite: str, num_steps: int) -> list[str]:
     medians = [statistics.median(one) for one in (physics, frames, steps)]
     tail = [float(np.percentile(steps, 95)), restart_ms, statistics.median(processor)]
     return [suite, *(f"{value:.1f}" for value in (*medians, *tail))]
-
-
-if __name__ == "__main__":
-    main()

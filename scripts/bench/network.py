@@ -1,6 +1,6 @@
 """Robots behind a bad network: who misses deadlines, and does any arm wait for a command?
 
-`python -m scripts.bench_server.bad_network` runs eight robots at 5 Hz for a minute against `deft
+`python -m scripts.bench network` runs eight robots at 5 Hz for a minute against `deft
 serve` with a policy that takes 20 ms, through a proxy that delays whatever it carries by 5 to 60 ms
 and cuts one connection in a hundred: as it is made, or when a message begins on one that is kept.
 """
@@ -25,7 +25,7 @@ from deft_client.control_loop import ControlLoop, LoopSettings, LoopStatus
 from deft_client.errors import DeftError
 from deft_client.stream import StreamClient
 from deft_client.types import ActionChunk, ActOptions, Observation
-from scripts.bench_server.load import frame
+from scripts.bench.load import frame
 from scripts.local_server import local_server, port_of
 
 DELAY_S = (0.005, 0.06)
@@ -191,19 +191,15 @@ def run(kind: type[PolicyClient], options: argparse.Namespace) -> bool:
     return is_kept
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     """Print a line for each kind of client; 1 where an arm waited for longer than a period."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser("python -m scripts.bench network", description=__doc__)
     parser.add_argument("--robots", type=int, default=8)
     parser.add_argument("--hz", type=float, default=5.0)
     parser.add_argument("--seconds", type=float, default=60.0, help="for each kind of client [60]")
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     logging.disable(logging.ERROR)  # each miss is counted
     print(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}, seed {options.seed}")
     kept = [run(kind, options) for kind in (PolicyClient, StreamClient)]
     return 0 if all(kept) else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

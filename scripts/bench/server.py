@@ -1,6 +1,6 @@
 """What the server adds to a policy's own time, alone, in company and under overload.
 
-`python -m scripts.bench_server` runs everything (about two minutes), naming sections runs those:
+`python -m scripts.bench server` runs everything (about two minutes), naming sections runs those:
 added, health, idle, sessions, overload, several. Every line ends in PASS or FAIL; those without a
 limit are there to compare. Prints the load of the machine, because nothing here means much on a
 busy one.
@@ -26,7 +26,7 @@ from deft_client import ActionChunk, ActOptions, DeftError, Observation, PolicyC
 from deft_client.peers.arrays import pack
 from deft_client.stream import StreamClient
 from deft_policies.tiny_libero import STATISTICS_KEY
-from scripts.bench_server.load import (
+from scripts.bench.load import (
     Load,
     frame,
     http_request,
@@ -35,7 +35,7 @@ from scripts.bench_server.load import (
     sequential,
     sessions,
 )
-from scripts.bench_server.peers import FASTAPI, WEBSOCKETS, openvla_body, peer
+from scripts.bench.peers import FASTAPI, WEBSOCKETS, openvla_body, peer
 from scripts.local_server import ask_metric, local_server, port_of, resident_mb
 
 SIZE = 256  # pixels: 196,608 bytes a frame
@@ -59,7 +59,7 @@ class Result:
 
 def serving(policy: str, *flags: str) -> AbstractContextManager[str]:
     """Run a policy of `policies`; the block has the URL."""
-    return local_server("--policy", policy, *flags, program="scripts.bench_server.policies")
+    return local_server("--policy", policy, *flags, program="scripts.bench.policies")
 
 
 def times_ms(work: Callable[[], object], count: int) -> np.ndarray:
@@ -325,12 +325,12 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], list[Result]]] = {
 }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser("python -m scripts.bench_server", description=__doc__)
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser("python -m scripts.bench server", description=__doc__)
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(SECTIONS))
     parser.add_argument("--seconds", type=float, default=60, help="length of the overload [60]")
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     unknown = set(options.sections) - set(SECTIONS)
     if unknown:
         parser.error(f"unknown section {sorted(unknown)[0]!r}; there are {', '.join(SECTIONS)}")
@@ -344,7 +344,3 @@ def main() -> int:
     if options.json:
         options.json.write_text(json.dumps([asdict(one) for one in results], indent=1))
     return 0 if all(one.is_met for one in results) else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

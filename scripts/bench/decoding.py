@@ -1,10 +1,9 @@
 """`deft bench` beside transformers' own loop, and beside drafts that are right to order.
 
-python -m scripts.bench --against transformers
-python -m scripts.bench --scripted-drafts 0.5,0.9
+python -m scripts.bench decoding --against transformers
+python -m scripts.bench decoding --scripted-drafts 0.5,0.9
 """
 
-import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
 
@@ -19,7 +18,7 @@ from scripts.transformers_baseline import BaselineLoop, TransformersPolicy
 def main(arguments: list[str]) -> int:
     """Run the benchmark; return its exit code."""
     parser = build_parser()
-    parser.prog = "python -m scripts.bench"
+    parser.prog = "python -m scripts.bench decoding"
     add_flags(parser)
     return bench(parser, arguments, find_others)
 
@@ -76,7 +75,3 @@ def scripted(
             ours = ScriptedPolicy(policy, script, answers)
             contenders.append(Contender(script.name, ours, want_reasoning=False))
     return contenders
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))

@@ -1,7 +1,7 @@
 """Every way of decoding at full size, beside the limits of this device and beside the goals.
 
 Weights are random (speed does not depend on values) and acceptance is scripted, because no draft is
-ever right about random weights. `python -m scripts.bench_gpu` takes some minutes on a GPU; the
+ever right about random weights. `python -m scripts.bench gpu` takes some minutes on a GPU; the
 goals are those that `scripts.predict_gpu` computes for an H200.
 """
 
@@ -35,7 +35,7 @@ from scripts.reproduce.published import PUBLISHED_SHARES, RELAXED_GOAL
 from scripts.scripted_drafts import Script, ScriptedPolicy, find_answers
 from scripts.transformers_baseline import BaselineLoop, TransformersPolicy
 
-PROG = "bench_gpu"
+PROG = "python -m scripts.bench gpu"
 _LEAST_RATIO = 4.0  # of a batch of 8 over one, and of ours over transformers
 _STRICT, _RELAXED = "spec-vla strict", "spec-vla relaxed"  # trees of 50 nodes
 _PREFILL = tuple(
@@ -187,7 +187,3 @@ def _median_ms(report: Report, name: str, is_pass: bool = False) -> float:
             later = decoding.passes - 1 if is_pass else 1.0
             return (speed.stages["decode"] if is_pass else speed.total).p50 / later
     return 0.0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,23 @@
+"""What a clone can measure: `python -m scripts.bench`."""
+
+from deft_client.commands.program import Command, Program
+
+_HERE = "scripts.bench."
+COMMANDS = {
+    "decoding": Command(_HERE + "decoding", "deft bench, beside transformers or scripted drafts"),
+    "gpu": Command(_HERE + "gpu", "every way of decoding at full size, beside the goals"),
+    "server": Command(_HERE + "server", "what the server adds to a policy's time"),
+    "cluster": Command(_HERE + "cluster", "replicas on a Ray of its own"),
+    "network": Command(_HERE + "network", "robots behind a network that is late and cuts"),
+    "sim": Command(_HERE + "sim", "steps and frames of the simulator"),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a subcommand and return its exit code."""
+    program = Program("python -m scripts.bench", COMMANDS, "deft-vla[models,server,ray]")
+    return program.run(arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
