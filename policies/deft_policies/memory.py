@@ -25,16 +25,17 @@ class Average:
         count = self.count + 1
         return Average(self.value + max(weight, 1.0 / count) * (sample - self.value), count)
 
-    def with_time(self, sample: float, weight: float, outlier: float) -> "Average":
-        """With a time, as at most `outlier` times the average, which none may drag along.
+    def with_time(self, sample: float, weight: float) -> "Average":
+        """With a time. Other work makes times longer, never shorter.
 
-        Of the first two the smaller counts, because the first may have warmed things up.
+        So a longer one counts as at most twice the average, a shorter one has half of the weight,
+        and of the first two the shorter counts.
         """
         if self.count == 0:
             return self.with_sample(sample, weight)
         if self.count == 1:
             return Average(min(self.value, sample), 2)
-        return self.with_sample(min(sample, outlier * self.value), weight)
+        return self.with_sample(min(sample, 2 * self.value), 0.5 if sample < self.value else weight)
 
 
 @dataclass(frozen=True)

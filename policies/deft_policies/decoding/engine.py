@@ -199,14 +199,17 @@ class Engine:
         return row
 
     def warm_up(self, prompts: Prompts, method: Method, spec: AnswerSpec) -> None:
-        """Run every plan of a method on a batch that nobody waits for: the guard learns costs."""
+        """Run every plan of a method on a batch that nobody waits for: the guard learns costs.
+
+        In turn, so that other work on the machine slows all of them down alike.
+        """
         if spec.stop is not None:
             self.target.measure_width(prompts, self._widest)
         plans = dict.fromkeys((*self._plans_for(method, spec), PLAIN))
         if not spec.is_action:
             spec = replace(spec, max_tokens=min(_WARM_UP_TOKENS, spec.max_tokens))
-        for plan in plans:
-            for _ in range(_WARM_UP_RUNS):
+        for _ in range(_WARM_UP_RUNS):
+            for plan in plans:
                 rows = [_blank_row(method, spec, STEPS_KEPT) for _ in prompts.lengths]
                 self._begin(prompts, rows, plan)
                 self._play(rows, StageClock(self.target.device))
@@ -387,7 +390,7 @@ class Engine:
             return None
         length = spec.max_tokens if spec.is_action else 0
         key = method.name, str(method.rule), length
-        guard = self._guards.pop(key, None) or Guard([plan.name for plan in plans], PLAIN.name)
+        guard = self._guards.pop(key, None) or Guard(plans)
         self._guards[key] = guard
         if len(self._guards) > _GUARDS_KEPT:
             # Methods that callers make up push out no method that has a name of its own.

@@ -1,25 +1,31 @@
 """The never-slower guard: picks a plan per session from measured costs and recent acceptance.
 
-A plan's price for one answer is what a prefill as wide as this one has cost, plus the passes it is
-expected to need after that times what one of them has cost, drafting included. Plain decoding is
-always among the plans, and its price is measured like the others'. The cheapest plan by these
-numbers is used; other plans are tried again now and then, so rarely that trying costs at most a
-small share of the time, and never if they would be slower even with perfect drafts.
+The price of an answer by a plan is what its prefill has cost, plus the passes it is expected to
+need after that times what one of them has cost, drafting included. Plain decoding is always among
+the plans. The cheapest plan is used.
 
-Decides and remembers only: it is told what things cost and reads no clock.
+Plans that do the same work share what it has cost: passes without drafts, and prefills with the
+same drafts, are measured by every plan that makes them. Other plans are tried again now and then,
+so rarely that trying costs at most a small share of the time, and never if they would be much
+slower even with perfect drafts. Half of that share is plain decoding's.
+
+Decides and remembers only: durations come from outside, and it reads no clock.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 
+from deft_policies.decoding.plan import PLAIN, Plan
 from deft_policies.memory import Average
 
 MIN_INTERVAL = 8  # actions between two explorations
+EXPLORE_SHARE = 0.01  # of the time, at most, spent on plans that look worse
 _SAMPLES_NEEDED = 2
+_SAMPLES_BELIEVED = 6  # of plain decoding: some were made while everything warmed up
 _WEIGHT = 0.15  # of the newest measurement in a moving average
-_OUTLIER = 2.0  # a measurement counts as at most this multiple of the average
+_HOPELESS = 1.5  # of the best price: what costs that with perfect drafts is not tried again
 _MARGIN = 0.02  # by which a plan must beat plain decoding
-_EXPLORE_SHARE = 0.01  # of the time, at most, spent on plans that look worse
 
 Needed = Mapping[str, Average]  # passes after the prefill, lately, by the name of the plan
 
@@ -33,30 +39,15 @@ class Choice:
     is_trial: bool = False
 
 
-@dataclass(eq=False)
-class _PlanCost:
-    """What a plan has cost at batches of about one size, by the size of a pass's width."""
-
-    prefill_ms: dict[int, Average] = field(default_factory=dict)
-    pass_ms: dict[int, Average] = field(default_factory=dict)
-    num_samples: int = 0
-    last_used: int = 0
-
-    def price(self, passes: float, width: int) -> float:
-        """Of a prefill of about that width, and of passes as wide as they were so far."""
-        nearest = min(self.prefill_ms, key=lambda size: abs(size - _size(width)))
-        num_known = sum(one.count for one in self.pass_ms.values())
-        known_ms = sum(one.count * one.value for one in self.pass_ms.values())
-        return self.prefill_ms[nearest].value + passes * known_ms / max(num_known, 1)
-
-
 class Guard:
-    """Chooses among plans by name. `plain` takes a pass for every token but the first."""
+    """Chooses among plans and plain decoding, which takes a pass for every token but the first."""
 
-    def __init__(self, plans: Sequence[str], plain: str) -> None:
-        self._plans = tuple(dict.fromkeys((*plans, plain)))
-        self._plain = plain
-        self._costs: dict[tuple[str, int], _PlanCost] = {}
+    def __init__(self, plans: Sequence[Plan]) -> None:
+        self._plans = {plan.name: plan for plan in (*plans, PLAIN)}
+        # Milliseconds of a pass, by its work and by about how wide it was: see `_work`.
+        self._costs: dict[Hashable, dict[int, Average]] = {}
+        self._num_samples: Counter[tuple[str, int]] = Counter()  # by plan and about how many rows
+        self._last_used: dict[tuple[str, int], int] = {}
         self._usual: dict[str, Average] = {}  # passes needed, over all sessions
         self._num_actions = 0
         self._last_trial = 0
@@ -66,17 +57,18 @@ class Guard:
 
         One that looks worse is tried only if that is fair.
         """
-        size = _size(len(sessions))
-        unknown = [plan for plan in self._plans if not self._is_known(plan, size)]
-        if self._plain in unknown:
-            return Choice(self._plain, "measuring plain decoding", is_trial=True)
-        known = [plan for plan in self._plans if plan not in unknown]
+        size, plain = _size(len(sessions)), PLAIN.name
+        # Once is not enough: whatever runs for the first time warms things up.
+        is_known = {one: self._num_samples[one, size] >= _SAMPLES_NEEDED for one in self._plans}
+        if not is_known[plain]:
+            return Choice(plain, "measuring plain decoding", is_trial=True)
+        known = [plan for plan in self._plans if is_known[plan]]
         prices = {plan: self.expected_ms(plan, sessions, length) for plan in known}
         best = self._cheapest(prices)
-        tried = self._worth_trying(unknown, prices, best, size, length) if may_try else None
+        tried = self._worth_trying(prices, best, size, length) if may_try else None
         if tried is not None:
             return Choice(tried, f"trying {tried} beside {best}", is_trial=True)
-        others = [plan for plan in known if (plan == self._plain) != (best == self._plain)]
+        others = [plan for plan in known if (plan == plain) != (best == plain)]
         rival = min(others, key=lambda plan: prices[plan], default=None)
         against = f", {prices[rival]:.2f} ms with {rival}" if rival is not None else ""
         return Choice(best, f"expects {prices[best]:.2f} ms with {best}{against}")
@@ -87,17 +79,19 @@ class Guard:
         Drafting is part of them.
         """
         self._num_actions += 1
-        known = self._costs.setdefault((choice.plan, _size(num_rows)), _PlanCost())
-        known.last_used = self._num_actions
-        known.num_samples += 1
-        by_size: dict[int, list[float]] = {}
-        for width, ms in passes[1:]:
-            by_size.setdefault(_size(width), []).append(ms)
-        taken = [(known.pass_ms, size, sum(ms) / len(ms)) for size, ms in by_size.items()]
-        for costs, size, ms in [(known.prefill_ms, _size(passes[0][0]), passes[0][1]), *taken]:
-            costs[size] = costs.get(size, Average()).with_time(ms, _WEIGHT, _OUTLIER)
         if choice.is_trial:
             self._last_trial = self._num_actions
+        size = _size(num_rows)
+        self._last_used[choice.plan, size] = self._num_actions
+        self._num_samples[choice.plan, size] += 1
+        by_work: dict[tuple[Hashable, int], list[float]] = {}
+        prefill, later = self._work(choice.plan, size)
+        for index, (width, ms) in enumerate(passes):
+            by_work.setdefault((later if index else prefill, _size(width)), []).append(ms)
+        for (work, width), taken in by_work.items():
+            costs = self._costs.setdefault(work, {})
+            mean = sum(taken) / len(taken)
+            costs[width] = costs.get(width, Average()).with_time(mean, _WEIGHT)
 
     def learn_passes(self, plan: str, passes: int, session: dict[str, Average]) -> None:
         """Take in how many passes a plan has needed for an answer, or would have."""
@@ -107,16 +101,25 @@ class Guard:
     def expected_ms(self, plan: str, sessions: Sequence[Needed], length: int) -> float:
         """The plan's price for these sessions together; they wait for the slowest of them."""
         passes = max(self._expected_passes(plan, session, length) for session in sessions)
-        return self._costs[plan, _size(len(sessions))].price(passes, length)
+        return self._price(plan, _size(len(sessions)), passes, length)
 
-    def _is_known(self, plan: str, size: int) -> bool:
-        """Once is not enough: whatever runs for the first time warms things up."""
-        cost = self._costs.get((plan, size))
-        return cost is not None and cost.num_samples >= _SAMPLES_NEEDED
+    def _work(self, plan: str, size: int) -> tuple[Hashable, Hashable]:
+        """What its prefill does, and its later passes. Plans that do the same share its cost."""
+        found = self._plans[plan]
+        shape = found.shape if found.rounds else None
+        return (size, "prefill", found.prefill), (size, found.rounds, shape)
+
+    def _price(self, plan: str, size: int, passes: float, length: int) -> float:
+        """Of a prefill of about that width, and of passes as wide as they were so far."""
+        prefill, later = (self._costs.get(work, {}) for work in self._work(plan, size))
+        nearest = min(prefill, key=lambda width: abs(width - _size(length)))
+        num_known = sum(one.count for one in later.values())
+        known_ms = sum(one.count * one.value for one in later.values())
+        return prefill[nearest].value + passes * known_ms / max(num_known, 1)
 
     def _expected_passes(self, plan: str, session: Needed, length: int) -> float:
         """As the session lately, else as sessions usually, else a quarter of plain's."""
-        if plan == self._plain:
+        if plan == PLAIN.name:
             return length - 1
         known = session.get(plan) or self._usual.get(plan)
         return known.value if known is not None else (length - 1) / 4
@@ -124,42 +127,55 @@ class Guard:
     def _cheapest(self, prices: Mapping[str, float]) -> str:
         """The cheapest plan; plain decoding unless it is clearly beaten."""
         best = min(prices, key=lambda plan: prices[plan])
-        is_clear = prices[best] < prices[self._plain] * (1 - _MARGIN)
-        return best if is_clear else self._plain
+        is_clear = prices[best] < prices[PLAIN.name] * (1 - _MARGIN)
+        return best if is_clear else PLAIN.name
 
     def _worth_trying(
-        self,
-        unknown: Sequence[str],
-        prices: Mapping[str, float],
-        best: str,
-        size: int,
-        length: int,
+        self, prices: Mapping[str, float], best: str, size: int, length: int
     ) -> str | None:
-        """A plan to try now, if one is due: unknown ones first, then the longest unused."""
+        """A plan to try now, if one is due: unknown ones first, then plain, the longest unused."""
         if self._num_actions - self._last_trial < MIN_INTERVAL:
             return None
+        unknown = [plan for plan in self._plans if plan not in prices]
         if unknown:
             return unknown[0]
         rested = {
-            plan: self._num_actions - self._costs[plan, size].last_used
+            plan: self._num_actions - self._last_used[plan, size]
             for plan in prices
-            if plan != best and self._costs[plan, size].price(1, length) < prices[best]
+            if plan != best
+            and (
+                plan == PLAIN.name or self._price(plan, size, 1, length) < _HOPELESS * prices[best]
+            )
         }
-        due = [plan for plan, rest in rested.items() if rest >= self._interval(plan, prices, best)]
-        return max(due, key=lambda plan: rested[plan]) if due else None
+        num_others = len(rested.keys() - {PLAIN.name})
+        due = [
+            plan
+            for plan, rest in rested.items()
+            if rest >= MIN_INTERVAL
+            and (
+                self._is_hardly_known(plan, size)
+                or self._is_affordable(plan, rest, prices[plan], prices[best], num_others)
+            )
+        ]
+        if PLAIN.name in due:
+            return PLAIN.name
+        return max(due, key=lambda plan: rested[plan], default=None)
 
-    def _interval(self, plan: str, prices: Mapping[str, float], best: str) -> float:
-        """Actions to wait before trying a plan again, so that trials stay within their share.
+    def _is_hardly_known(self, plan: str, size: int) -> bool:
+        """Whether a price is not worth believing, as after warming up beside other work."""
+        if plan == PLAIN.name:
+            return self._num_samples[plan, size] < _SAMPLES_BELIEVED
+        return plan not in self._usual
 
-        Each of the plans that are not in use gets an equal part of the share. A plan whose drafts
-        nobody has seen yet, as after warming up, has no price worth believing, and waits no longer
-        than it must.
+    def _is_affordable(
+        self, plan: str, rest: int, price: float, best: float, num_others: int
+    ) -> bool:
+        """Whether trying a plan after so many actions without it stays within its share.
+
+        Plain decoding has half of the share, the others have equal parts of the rest.
         """
-        if plan != self._plain and plan not in self._usual:
-            return MIN_INTERVAL
-        extra = max(prices[plan] - prices[best], 0.0)
-        allowed = _EXPLORE_SHARE * prices[best] / max(len(prices) - 1, 1)
-        return max(extra / allowed if allowed > 0 else 0.0, float(MIN_INTERVAL))
+        part = EXPLORE_SHARE / 2 / (1 if plan == PLAIN.name else num_others)
+        return price - best <= rest * part * best
 
 
 def _size(num_rows: int) -> int:
