@@ -141,3 +141,12 @@ def test_no_pin_excludes_what_the_packages_ask_for():
 def test_the_search_for_paths_finds_what_it_is_for():
     assert MACHINE_PATHS.search("see /" + "work/main/x")
     assert not MACHINE_PATHS.search("tests/" + "work/x and ./" + "opt/y")
+
+
+def test_what_mistakes_are_planted_in_exists():
+    for path in sorted((ROOT / "tests/mutants").glob("*.toml")):
+        settings = tomllib.loads(path.read_text())["cosmic-ray"]
+        tests = [word for word in settings["test-command"].split() if word.startswith("tests/")]
+        assert tests
+        for name in (*settings["module-path"], *tests):
+            assert (ROOT / name).exists(), name
