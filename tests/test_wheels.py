@@ -1,13 +1,20 @@
 """What pip installs from a wheel is what lies in the repository, and runs from there."""
 
+import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import sysconfig
+import time
 import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.repository import PACKAGES, ROOT, tracked
@@ -31,13 +38,16 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         source, out = folder / f"source-{project}", folder / f"out-{project}"
         out.mkdir()
         root = ROOT / project
-        for path in [root / "pyproject.toml", *files_of(packages).values()]:
+        described = [root / name for name in ("pyproject.toml", "README.md")]
+        licence = [path for path in [root / "LICENSE"] if path.exists()]
+        for path in [*described, *licence, *files_of(packages).values()]:
             copy = source / path.relative_to(root)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, copy)
         subprocess.run([sys.executable, "-c", BUILD, str(out)], cwd=source, check=True,
                        capture_output=True)  # fmt: skip
         (wheel,) = out.glob("*.whl")
+        shutil.copy(wheel, folder)
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(site)
     return site
@@ -89,3 +99,45 @@ def test_the_policy_in_the_wheel_answers_a_picture(installed: Path, tmp_path: Pa
     )
     assert run.returncode == 0, run.stderr
     assert '"action": [' in run.stdout
+
+
+@pytest.mark.long  # 40 s
+def test_installed_wheels_serve_a_picture_that_curl_sends(installed: Path, tmp_path: Path) -> None:
+    """An environment with the wheels alone; what they need is that of these tests."""
+    home = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True)
+    python = home / "bin/python"
+    wheels = [str(path) for path in installed.parent.glob("*.whl")]
+    install = ["install", "--quiet", "--no-index", "--no-deps", *wheels]
+    subprocess.run([sys.executable, "-m", "pip", "--python", str(python), *install], check=True)
+    (site,) = home.glob("lib/python*/site-packages")
+    (site / "needed.pth").write_text(sysconfig.get_path("purelib"))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    picture = installed / "deft_server/dashboard/static/example.png"
+    with serving(home / "bin/deft", tmp_path, environment) as url:
+        asked = ["-F", f"image=@{picture}", "-F", "instruction=pick up the butter"]
+        curl = ["curl", "--silent", "--fail", *asked, f"{url}/v1/act"]
+        answer = subprocess.run(curl, check=True, capture_output=True, text=True).stdout
+    assert len(json.loads(answer)["actions"][0]) == 7
+
+
+@contextmanager
+def serving(deft: Path, folder: Path, environment: Mapping[str, str]) -> Iterator[str]:
+    """`deft serve` on a free port, until the block ends; it must run from the wheel."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = subprocess.Popen(
+        [deft, "serve", "--port", str(port)], cwd=folder, env=environment, stderr=subprocess.DEVNULL
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        until_s = time.monotonic() + 120
+        while time.monotonic() < until_s and server.poll() is None:
+            with suppress(httpx.HTTPError):
+                if httpx.get(f"{url}/readyz").status_code == 200:
+                    break
+            time.sleep(0.2)
+        yield url
+    finally:
+        server.terminate()
+        server.wait(30)
