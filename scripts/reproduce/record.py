@@ -23,9 +23,9 @@ from deft_client.datasets.episodes import StoredEpisode
 from deft_client.datasets.formats import read_dataset
 from deft_client.libero.results.records import EpisodeRecord, Outcome, TrialKey
 from deft_client.libero.results.store import ResultsStore, RunHeader
-from deft_client.libero.simulator.conventions import to_robosuite
 from deft_client.measures.answers import AnswerRecord
 from deft_client.measures.statistics import LEAST_EPISODES
+from deft_client.peers.conventions import to_robosuite
 from deft_client.types import ActionChunk, Observation, StageTimings
 from deft_policies.base import ActRequest
 from deft_policies.benchmark.replay import Contender, Replay, ReplayFrame, replay

@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 
 from deft_client.commands.program import CommandParser
 from deft_client.libero.errors import SelectionError, SimulationError
-from deft_client.libero.simulator.conventions import CLOSE, METRES_PER_UNIT, OPEN, to_robosuite
+from deft_client.libero.simulator.conventions import CLOSE, METRES_PER_UNIT, OPEN
 from deft_client.libero.simulator.environment import Frame
 from deft_client.libero.simulator.scene import Scene
+from deft_client.peers.conventions import to_robosuite
 from deft_client.types import ActOptions, Observation
 from deft_draft_training.errors import ConfigError, DataError
 from deft_policies.base import ActRequest, Policy

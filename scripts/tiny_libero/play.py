@@ -19,10 +19,11 @@ from deft_client.datasets.demonstrations import (
     episode_path,
 )
 from deft_client.libero.errors import UnstableError
-from deft_client.libero.simulator.conventions import WAIT_STEPS, from_robosuite, wait_action
+from deft_client.libero.simulator.conventions import WAIT_STEPS, wait_action
 from deft_client.libero.simulator.environment import Frame, LiberoEnvironment, Variation
 from deft_client.libero.simulator.scene import Goal, Scene
 from deft_client.libero.simulator.suites import find_suite
+from deft_client.peers.conventions import from_robosuite
 from scripts.tiny_libero.expert.expert import Expert, Label, Watch, parent, read_goals
 from scripts.tiny_libero.expert.motion import Disturbance, Manner, NoiseSettings
 from scripts.tiny_libero.expert.pick import Phase

@@ -20,7 +20,8 @@ from deft_client.datasets.episodes import (
     need,
     pick_cameras,
 )
-from deft_client.libero.simulator.conventions import from_robosuite, upright
+from deft_client.libero.simulator.conventions import upright
+from deft_client.peers.conventions import from_robosuite
 from deft_client.types import Observation
 
 _PICTURES = "_rgb"

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from deft_client.datasets.demonstrations import decode_frame
 from deft_client.datasets.episodes import DatasetError, StoredEpisode, StoredStep, pick_cameras
-from deft_client.libero.simulator.conventions import from_robosuite
+from deft_client.peers.conventions import from_robosuite
 from deft_client.types import Observation
 
 _LENGTH = struct.Struct("<QI")

@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from deft_client.errors import WireError
 from deft_client.peers.arrays import read_name
+from deft_client.peers.conventions import CONVENTIONS
 from deft_client.peers.openvla import (
     ActBody,
     NotAnObjectError,
@@ -30,12 +31,13 @@ from deft_client.wire.fields import WireLimits
 from deft_client.wire.json_codec import count_of
 from deft_client.wire.messages import ActMessage
 from deft_policies.errors import PolicyError
-from deft_server.compat.profiles import ACT_PROFILES, in_convention, prepared, staying
+from deft_server.compat.profiles import prepared, staying
 from deft_server.errors import CallerGoneError, ServerError
 from deft_server.http.frame_bodies import read_body
-from deft_server.http.gate import CallerWatch, caller_of
+from deft_server.http.gate import caller_of
 from deft_server.http.problems import describe
 from deft_server.http.routes import PlainRoute
+from deft_server.http.watches import CallerWatch
 from deft_server.serving.access import Caller
 from deft_server.serving.service import Service
 from deft_server.settings import ActProfile, Settings
@@ -140,7 +142,7 @@ def _wants_problems(request: Request) -> bool:
 
 
 def _reply(chunk: ActionChunk, profile: ActProfile, is_encoded: bool) -> bytes:
-    actions = in_convention(chunk.actions, ACT_PROFILES[profile])
+    actions = CONVENTIONS[profile].from_policy(chunk.actions)
     if profile == "oft":
         return encode_reply(list(actions), is_encoded)
     return encode_reply(actions[0], is_encoded)

@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from deft_client.errors import MalformedMessageError, Problem, UnusableValueError, WireError
 from deft_client.peers.arrays import PictureFoundError, pack, read_name, unpack
+from deft_client.peers.conventions import ARM_DIMENSIONS, OPENPI, REALTIME, VLA_EVAL
 from deft_client.peers.openpi import openpi_request
 from deft_client.peers.vla_eval import (
     PROTOCOL_VERSION,
@@ -33,19 +34,11 @@ from deft_client.types import ActionChunk, ActOptions, ServerInfo
 from deft_client.wire.fields import brief
 from deft_client.wire.messages import ActMessage
 from deft_policies.errors import PolicyError
-from deft_server.compat.profiles import (
-    ARM_DIMENSIONS,
-    OPENPI,
-    REALTIME,
-    VLA_EVAL,
-    in_convention,
-    prepared,
-    staying,
-)
+from deft_server.compat.profiles import prepared, staying
 from deft_server.errors import ServerError
+from deft_server.http.connections import STOP_PINGS
 from deft_server.http.problems import describe
 from deft_server.http.routes import RobotSocket
-from deft_server.serving.bounds import STOP_PINGS
 from deft_server.serving.service import Service
 
 _POSITION = {"name": "position", "dims": 3, "format": "delta_xyz", "range": [-1, 1]}
@@ -82,7 +75,7 @@ def greeting(info: ServerInfo, session_id: str, version: str) -> bytes:
         "action_horizon": info.chunk_length,
         "image_size": [info.image_height, info.image_width],
         "image_chain": info.image_chain,
-        "gripper": OPENPI.gripper.value,
+        "gripper": OPENPI.gripper.meaning,
         "statistics_keys": list(info.statistics_keys),
         "decoding": info.decoding,
         "session_id": session_id,
@@ -114,7 +107,7 @@ def realtime_metadata(info: ServerInfo) -> bytes:
             "n_external_cameras": 1,
             "needs_wrist_camera": info.num_pictures > 1,
             "needs_session_id": True,
-            "gripper": REALTIME.gripper.value,
+            "gripper": REALTIME.gripper.meaning,
             "statistics_keys": list(info.statistics_keys),
         }
     )
@@ -139,7 +132,7 @@ class ActionPlan:
 
     def follow(self, chunk: ActionChunk) -> NDArray[np.float64]:
         """Keep a new chunk, and return its first action."""
-        self._actions = deque(in_convention(chunk.actions, VLA_EVAL))
+        self._actions = deque(VLA_EVAL.from_policy(chunk.actions))
         return self._actions.popleft()
 
     def forget(self) -> None:
@@ -228,7 +221,7 @@ class _PeerSocket(RobotSocket):
         timings = chunk.timings
         policy_ms = timings.total_ms - timings.queue_ms - timings.wire_ms
         result = {
-            "actions": in_convention(chunk.actions, OPENPI),
+            "actions": OPENPI.from_policy(chunk.actions),
             "policy_timing": {"infer_ms": policy_ms},
             "server_timing": {"infer_ms": spent_ms, **self._told_before},
         }
@@ -275,7 +268,7 @@ class _RealtimeSocket(_PeerSocket):
         if endpoint == "reset":
             return _ENDED_EPISODE
         chunk = await self.act(openpi_request(fields, self.limits), arrived_s)
-        return pack(in_convention(chunk.actions, REALTIME).astype(np.float32))
+        return pack(REALTIME.from_policy(chunk.actions).astype(np.float32))
 
     async def tell(self, problem: Problem) -> None:
         text = f"{problem.title}: {problem.detail}"

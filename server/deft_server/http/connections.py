@@ -18,14 +18,12 @@ from websockets.frames import CloseCode, Frame
 from websockets.protocol import CONNECTING
 
 from deft_server.errors import OverloadedError
-from deft_server.serving.bounds import (
-    MAX_HEADERS,
-    MAX_PIPELINED,
-    MAX_URL_BYTES,
-    STOP_PINGS,
-    ConnectionBounds,
-)
+from deft_server.serving.bounds import ConnectionBounds
 
+MAX_HEADERS = 100
+MAX_URL_BYTES = 8000  # the WebSocket library takes lines of 8192 at most
+MAX_PIPELINED = 16  # requests that arrive before the one in hand is answered
+STOP_PINGS = "deft.stop_pings"  # the extension by which an app has no more keep-alive pings sent
 MAX_FRAGMENTS = 4096  # of one message
 IDLE_BEFORE_PROBES_S = 60  # of TCP, where there are no pings
 MAX_CONTROLS = 1000  # pings and pongs, within the time that a message may take

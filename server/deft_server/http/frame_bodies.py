@@ -33,8 +33,9 @@ from deft_client.wire.messages import (
     has_pictures,
     read_request,
 )
-from deft_server.serving.bounds import MAX_CONTENT_TYPE_CHARS, DecodeThreads
+from deft_server.serving.bounds import DecodeThreads
 
+MAX_CONTENT_TYPE_CHARS = 256  # with the longest boundary there may be
 FORM = "multipart/form-data"
 _CONTENT_TYPES = (msgpack_codec.CONTENT_TYPE, json_codec.CONTENT_TYPE, FORM)
 

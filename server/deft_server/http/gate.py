@@ -6,13 +6,9 @@ who have gone away, or whose API key was taken out of the file. Plain ASGI, beca
 way of every frame.
 """
 
-import asyncio
 import logging
-import sys
 import time
-from collections.abc import Awaitable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import TypeVar
+from collections.abc import Mapping
 
 from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.responses import Response
@@ -20,187 +16,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deft_client.errors import WireError
 from deft_server.errors import BodyTooLargeError, BodyTooSlowError, CallerGoneError, MissingKeyError
+from deft_server.http.bounded_body import SMALL_BODY_BYTES, BoundedBody, check_length
 from deft_server.http.problems import describe, problem_response
+from deft_server.http.watches import KeyWatch
 from deft_server.serving.access import (
-    RECHECK_S,
     REQUEST_ID_HEADER,
-    Access,
     Caller,
     current_request_id,
     request_id_from,
 )
-from deft_server.serving.bounds import SMALL_BODY_BYTES, ConnectionBounds
 from deft_server.serving.service import Service
 
-WATCH_AFTER_S = (
-    0.02  # watching a caller takes a task of its own, for which quick answers do not pay
-)
-
-ResultT = TypeVar("ResultT")
-
 logger = logging.getLogger(__name__)
-
-
-class Cancellation:
-    """One task that may be cancelled by us; tells our cancellation from anybody else's."""
-
-    def __init__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        self._was_ours = False
-
-    def cancel(self) -> None:
-        """Cancel the task this was made on."""
-        self._was_ours = True
-        self._task.cancel()
-
-    def was_ours(self) -> bool:
-        """Is the `CancelledError` just caught of our making? If so the task lives on."""
-        if self._was_ours and sys.version_info >= (3, 11):
-            self._task.uncancel()
-        return self._was_ours
-
-
-class BoundedBody:
-    """Wraps an ASGI `receive`; raises an error of the server as soon as a bound is passed.
-
-    Close it when the request is answered: until then its bytes count as held.
-    """
-
-    def __init__(
-        self, receive: Receive, bounds: ConnectionBounds, max_bytes: int, address: str
-    ) -> None:
-        self._receive = receive
-        self._address = address
-        self._bounds = bounds
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._timer: asyncio.TimerHandle | None = None
-        self._cancellation: Cancellation
-        self.is_complete = False
-
-    async def __call__(self) -> Message:
-        """Return the next part of the body, or the news that the caller has gone."""
-        if self.is_complete:
-            return await self._receive()
-        if self._timer is None:
-            self._cancellation = Cancellation()
-            loop = asyncio.get_running_loop()
-            timeout_s = self._bounds.settings.body_timeout_s
-            self._timer = loop.call_later(timeout_s, self._cancellation.cancel)
-        try:
-            message = await self._receive()
-        except asyncio.CancelledError:
-            if self._cancellation.was_ours():
-                raise BodyTooSlowError(
-                    f"the body did not arrive within {self._bounds.settings.body_timeout_s:g} s"
-                ) from None
-            raise
-        self._take(len(message.get("body", b"")))
-        if not message.get("more_body", False):
-            self._timer.cancel()
-            self.is_complete = True
-        return message
-
-    def close(self) -> None:
-        """Stop the clock and let go of the bytes."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._bounds.held.release(self._num_bytes, self._address)
-        self._num_bytes = 0
-
-    def _take(self, num_bytes: int) -> None:
-        self._num_bytes += num_bytes
-        self._bounds.held.hold(num_bytes, self._address)
-        if self._num_bytes > self._max_bytes:
-            raise BodyTooLargeError(f"over the {self._max_bytes} bytes that are taken here")
-
-
-class CallerWatch:
-    """Watches one connection. What it receives early is in `early`, for whoever reads next."""
-
-    def __init__(self, receive: Receive) -> None:
-        self.early: Message | None = None
-        self._receive = receive
-        self._watcher: asyncio.Task[None] | None = None
-
-    async def run(self, work: Awaitable[ResultT]) -> ResultT:
-        """Await `work`; cancel it and raise `CallerGoneError` if the caller disconnects."""
-        loop = asyncio.get_running_loop()
-        cancellation = Cancellation()
-        timer = loop.call_later(WATCH_AFTER_S, self._start, cancellation)
-        try:
-            return await work
-        except asyncio.CancelledError:
-            if cancellation.was_ours():
-                raise CallerGoneError("the caller went away") from None
-            raise
-        finally:
-            timer.cancel()
-            if self._watcher is not None:
-                self._watcher.cancel()
-                self._watcher = None
-
-    async def next_message(self) -> Message:
-        """Return what arrived while we watched, or wait for it."""
-        message, self.early = self.early, None
-        return await self._receive() if message is None else message
-
-    def _start(self, cancellation: Cancellation) -> None:
-        if self.early is None:
-            self._watcher = asyncio.get_running_loop().create_task(self._watch(cancellation))
-
-    async def _watch(self, cancellation: Cancellation) -> None:
-        message = await self._receive()
-        if message["type"] in _GONE:
-            cancellation.cancel()
-        else:
-            self.early = message
-
-
-class KeyWatch:
-    """Looks at the key file once a second for as long as anything is open."""
-
-    def __init__(self, access: Access) -> None:
-        self._access = access
-        self._open: dict[Cancellation, Caller] = {}
-        self._timer: asyncio.TimerHandle | None = None
-
-    @contextmanager
-    def watching(self, caller: Caller) -> Iterator[None]:
-        """Raise `MissingKeyError` out of the block as soon as the caller's key is gone.
-
-        A caller without a key is on an open path: the dashboard's feed asks for its key itself.
-        """
-        if not self._access.needs_key or not caller.fingerprint:
-            yield
-            return
-        cancellation = Cancellation()
-        self._open[cancellation] = caller
-        if self._timer is None:
-            self._wait()
-        try:
-            yield
-        except asyncio.CancelledError:
-            if cancellation.was_ours():
-                self._access.require_known(caller)
-            raise
-        finally:
-            del self._open[cancellation]
-
-    def _wait(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(RECHECK_S, self._look)
-
-    def _look(self) -> None:
-        self._timer = None
-        for cancellation, caller in list(self._open.items()):
-            try:
-                self._access.require_known(caller)
-            except MissingKeyError:
-                cancellation.cancel()
-        if self._open:
-            self._wait()
 
 
 ADMIN_PREFIX = "/v1/admin"
@@ -213,7 +40,6 @@ PAGES_PREFIX = "/dashboard"  # the feed asks for a key itself: browsers cannot s
 FRAME_PATHS = frozenset(("/v1/act", "/act"))  # whose bodies may be large
 _CALLER = "deft.caller"
 NOBODY = "(none)"  # in place of a key's name, where no key was accepted
-_GONE = ("http.disconnect", "websocket.disconnect")
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
@@ -273,7 +99,7 @@ class Gate:
         try:
             self._admit(scope, headers)
             if scope["path"] in FRAME_PATHS:  # others may not exist, which is said of any body
-                _check_length(headers.get(b"content-length", b""), most)
+                check_length(headers.get(b"content-length", b""), most)
             await self._app(scope, body, reply)
         except (CallerGoneError, ClientDisconnect):
             status = 499  # nobody is left to be told
@@ -360,13 +186,6 @@ class Gate:
 
 def _address_of(scope: Scope) -> str:
     return scope["client"][0] if scope.get("client") else ""
-
-
-def _check_length(content_length: bytes, most: int) -> None:
-    """Refuse a body by what its header says, which may be digits without number."""
-    digits = content_length.lstrip(b"0")
-    if digits.isdigit() and (len(digits) > len(str(most)) or int(digits) > most):
-        raise BodyTooLargeError(f"{digits[:20].decode()} bytes; at most {most} are taken here")
 
 
 async def _refuse_handshake(scope: Scope, response: Response, receive: Receive, send: Send) -> None:

@@ -33,8 +33,9 @@ from deft_server.http.frame_bodies import (
     read_body,
     wants_msgpack,
 )
-from deft_server.http.gate import ADMIN_PREFIX, CallerWatch, caller_of
+from deft_server.http.gate import ADMIN_PREFIX, caller_of
 from deft_server.http.problems import describe
+from deft_server.http.watches import CallerWatch
 from deft_server.serving.metrics import CONTENT_TYPE as METRICS_CONTENT_TYPE
 from deft_server.serving.service import Service
 

@@ -18,16 +18,10 @@ from deft_server.errors import OverloadedError
 from deft_server.settings import Settings
 
 SPARE_CONNECTIONS = 64  # beyond `max_connections`, for answers that say so
-MAX_HEADERS = 100
-MAX_URL_BYTES = 8000  # the WebSocket library takes lines of 8192 at most
-MAX_PIPELINED = 16  # requests that arrive before the one in hand is answered
-SMALL_BODY_BYTES = 2048  # of requests that are not frames: a name, at most, however escaped
-MAX_CONTENT_TYPE_CHARS = 256  # with the longest boundary there may be
 BUSY_FOR_S = 1.0
 NUM_THREADS = 2
 MAX_PENDING = 64  # that are on a thread or wait for one
 DECODING_FOR_S = 0.1
-STOP_PINGS = "deft.stop_pings"  # the extension by which an app has no more keep-alive pings sent
 
 ResultT = TypeVar("ResultT")
 

@@ -14,7 +14,7 @@ import pytest
 
 from deft_client.libero.results.records import Outcome
 from deft_client.libero.results.store import ResultsStore, RunResults, load_run, load_runs
-from deft_client.libero.simulator.conventions import to_robosuite
+from deft_client.peers.conventions import to_robosuite
 from deft_client.types import ActOptions
 from deft_policies.base import ActRequest
 from deft_policies.decoding.methods import find_method

@@ -8,10 +8,10 @@ import pytest
 
 from deft_client.datasets.demonstrations import PRIVILEGED, load_demonstration
 from deft_client.libero.errors import DemonstrationError
-from deft_client.libero.simulator.conventions import to_robosuite
 from deft_client.libero.simulator.environment import EnvironmentSettings, LiberoEnvironment
 from deft_client.libero.simulator.scene import Goal
 from deft_client.libero.simulator.suites import find_task
+from deft_client.peers.conventions import to_robosuite
 from scripts.tiny_libero.demos import main
 from scripts.tiny_libero.expert.motion import NoiseSettings
 from scripts.tiny_libero.play import (

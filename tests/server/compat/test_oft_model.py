@@ -15,6 +15,7 @@ from starlette.testclient import WebSocketTestSession
 from deft_client.image_chain import ImageChain
 from deft_client.peers import openpi
 from deft_client.peers.arrays import pack, unpack
+from deft_client.peers.conventions import OPENPI
 from deft_client.peers.openvla import (
     decode_json,
     encode_array,
@@ -32,7 +33,6 @@ from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.formats import Precision
 from deft_server.app import create_app
 from deft_server.compat.act_route import REASON_HEADER
-from deft_server.compat.profiles import OPENPI, in_convention
 from deft_server.settings import Settings
 from tests import golden_oft
 from tests.golden_oft import OFT, OftCase
@@ -158,7 +158,7 @@ def test_openpi_sends_wrist_and_state_and_gets_the_chunk(client: TestClient) -> 
         socket.receive_bytes()
         socket.send_bytes(pack(fields))
         chunk = openpi.read_answer(unpack(socket.receive_bytes()))
-    expected = in_convention(CASE.actions, OPENPI)
+    expected = OPENPI.from_policy(CASE.actions)
     np.testing.assert_allclose(chunk.actions, expected, rtol=0, atol=TOLERANCE)
 
 
@@ -182,7 +182,7 @@ def test_vla_eval_is_asked_for_wrist_and_state_and_gets_every_action(client: Tes
         for seq in range(len(CASE.actions)):
             socket.send_bytes(Message(MessageType.OBSERVATION, payload, seq, 0.0).encode())
             actions.append(read_message(unpack(socket.receive_bytes())).payload["actions"])
-    expected = in_convention(CASE.actions, OPENPI)
+    expected = OPENPI.from_policy(CASE.actions)
     np.testing.assert_allclose(np.array(actions), expected, rtol=0, atol=TOLERANCE)
 
 

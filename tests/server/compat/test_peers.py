@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deft_server.compat.profiles import OPENPI, VLA_EVAL, in_convention
+from deft_client.peers.conventions import OPENPI, VLA_EVAL
 from deft_server.settings import Settings
 from tests.peer_environment import peer_python
 from tests.server.running import running
@@ -75,7 +75,7 @@ def test_openpi_client_infers_and_hears_of_errors(python: str) -> None:
     with running(build_app(policy)) as address:
         told = drive(python, "openpi", address)
     assert told["metadata"] == "three-datasets"
-    expected = in_convention(policy.actions["bridge"][None], OPENPI)
+    expected = OPENPI.from_policy(policy.actions["bridge"][None])
     np.testing.assert_array_equal(told["actions"], expected)
     assert told["timings"] == [["infer_ms"], *[["infer_ms", "prev_total_ms"]] * 2]
     assert "observation/image" in told["failure"]
@@ -104,7 +104,7 @@ def test_vla_eval_runs_an_episode(python: str) -> None:
     policy = ThreeDatasets(default_key="bridge")
     with running(build_app(policy)) as address:
         told = drive(python, "vla-eval", address)
-    expected = in_convention(policy.actions["bridge"][None], VLA_EVAL)[0].tolist()
+    expected = VLA_EVAL.from_policy(policy.actions["bridge"][None])[0].tolist()
     assert told["actions"] == [expected] * 3
     assert "images" in told["failure"]
     assert told["again"] == expected

@@ -21,11 +21,11 @@ from websockets.sync.client import connect
 from websockets.uri import parse_uri
 
 from deft_client.peers.arrays import pack, unpack
+from deft_client.peers.conventions import OPENPI
 from deft_client.peers.vla_eval import Message, MessageType, read_message
 from deft_client.types import ActionChunk
 from deft_policies.constant import ConstantPolicy
 from deft_server.app import DeftApp
-from deft_server.compat.profiles import OPENPI, in_convention
 from deft_server.compat.socket_route import PLAN_LASTS_S, ActionPlan, greeting
 from deft_server.http.connections import build_websocket_protocol
 from deft_server.settings import Settings
@@ -92,20 +92,15 @@ def test_openpi_results_have_the_fields_of_the_captured_ones(
             # Ours has no state: OpenVLA does not compute one to hand back.
             assert set(result) == set(captured) - {"state"}
             expected = np.stack([policy.actions["bridge"], policy.actions["bridge"] + 0.001])
-            np.testing.assert_array_equal(result["actions"], in_convention(expected, OPENPI))
+            np.testing.assert_array_equal(result["actions"], OPENPI.from_policy(expected))
     assert result["server_timing"].keys() == {"infer_ms", "prev_total_ms"}  # type: ignore[attr-defined]
 
 
 def test_the_gripper_is_closed_with_plus_one() -> None:
     actions = np.zeros((3, 7))
     actions[:, -1] = [0.0, 0.49, 0.996]
-    assert in_convention(actions, OPENPI)[:, -1].tolist() == [1.0, 1.0, -1.0]
+    assert OPENPI.from_policy(actions)[:, -1].tolist() == [1.0, 1.0, -1.0]
     assert actions[0, -1] == 0.0
-
-
-def test_joints_of_two_arms_have_no_gripper_at_their_end() -> None:
-    actions = np.linspace(-1.0, 1.0, 28).reshape(2, 14)
-    np.testing.assert_array_equal(in_convention(actions, OPENPI), actions)
 
 
 def test_an_openpi_error_is_a_text_frame_and_close_code_1011(client: TestClient) -> None:
@@ -402,7 +397,7 @@ def test_vllm_omnis_clients_get_bare_arrays(client: TestClient, policy: ThreeDat
             assert isinstance(actions, np.ndarray)
             assert (actions.dtype, actions.shape) == (np.float32, (2, 7))
     expected = np.stack([policy.actions["bridge"], policy.actions["bridge"] + 0.001])
-    np.testing.assert_array_equal(actions, in_convention(expected, OPENPI).astype(np.float32))
+    np.testing.assert_array_equal(actions, OPENPI.from_policy(expected).astype(np.float32))
     assert policy.num_sessions == 1
 
 

@@ -9,8 +9,8 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from deft_server.http.connections import MAX_CONTROLS, MAX_FRAGMENTS
-from deft_server.serving.bounds import MAX_HEADERS, MAX_PIPELINED, ConnectionBounds
+from deft_server.http.connections import MAX_CONTROLS, MAX_FRAGMENTS, MAX_HEADERS, MAX_PIPELINED
+from deft_server.serving.bounds import ConnectionBounds
 from deft_server.settings import Settings
 from tests.server.process import ServerProcess, serving
 from tests.standins.policies import MSGPACK, packed

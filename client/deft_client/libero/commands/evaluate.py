@@ -21,10 +21,7 @@ from deft_client.libero.evaluation.selection import LIBERO, TRAINED
 from deft_client.libero.evaluation.workers import Processes, Workplace
 from deft_client.libero.policies.source import (
     PROFILES,
-    ClientChain,
-    GripperConvention,
     PolicySource,
-    Profile,
     check_chain,
     describe_server,
 )
@@ -32,6 +29,7 @@ from deft_client.libero.processes import limit_threads
 from deft_client.libero.report.summary import summarise
 from deft_client.libero.report.tables import terminal_table
 from deft_client.libero.results.store import HEADER_FILE, load_run
+from deft_client.peers.conventions import ClientChain, Convention, Gripper
 from deft_client.types import ActOptions, ServerInfo
 
 
@@ -113,7 +111,7 @@ def _add_policy(group: Group) -> None:
         help="what this side does to frames (default: as the profile says)",
     )  # fmt: skip
     group.add_argument(
-        "--gripper", choices=[one.value for one in GripperConvention],
+        "--gripper", choices=[one.value for one in Gripper],
         help="what the last number of an action means (default: as the profile says)",
     )  # fmt: skip
     group.add_argument(
@@ -212,12 +210,12 @@ def _source(options: argparse.Namespace) -> PolicySource:
     )
 
 
-def _profile(options: argparse.Namespace) -> Profile:
+def _profile(options: argparse.Namespace) -> Convention:
     profile = PROFILES[options.profile]
     if options.image_chain is not None:
         profile = replace(profile, client_chain=ClientChain(options.image_chain))
     if options.gripper is not None:
-        profile = replace(profile, gripper=GripperConvention(options.gripper))
+        profile = replace(profile, gripper=Gripper(options.gripper))
     if options.executed_steps is not None:
         profile = replace(profile, executed_steps=options.executed_steps)
     return profile

@@ -7,7 +7,6 @@ its own connection from it.
 
 import time
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -22,8 +21,18 @@ from deft_client.image_chain import ImageChain
 from deft_client.libero.errors import PeerAnswerError, SelectionError
 from deft_client.libero.evaluation.selection import load_function
 from deft_client.libero.policies.peers import OpenPiPolicy, OpenVlaPolicy
-from deft_client.libero.simulator import conventions
+from deft_client.libero.simulator.conventions import ACTION_DIM
 from deft_client.libero.simulator.environment import Environment
+from deft_client.peers.conventions import (
+    DEFT,
+    OFT,
+    OPENPI,
+    OPENVLA,
+    ClientChain,
+    Convention,
+    Gripper,
+    to_robosuite,
+)
 from deft_client.peers.openvla import oft_fields, openvla_fields
 from deft_client.settings import DEFAULT_URL, ClientSettings
 from deft_client.stream import StreamClient
@@ -33,55 +42,10 @@ PROBE_TIMEOUT_S = 2.0
 OPENPI_SIZE = 224
 
 
-class GripperConvention(Enum):
-    """What the last number of an answered action means."""
-
-    DATASET = "dataset"  # 1 open, 0 close: what OpenVLA's policies were trained on
-    ROBOSUITE = "robosuite"  # -1 open, +1 close: what the simulator takes
+PROFILES = {one.name: one for one in (DEFT, OPENVLA, OFT, OPENPI)}  # that our client speaks
 
 
-class ClientChain(Enum):
-    """What the client does to a frame before it sends it."""
-
-    NONE = "none"
-    LIBERO = "libero"  # JPEG round trip, lanczos3 to 224, centre crop: OpenVLA's evaluation
-    LIBERO_UNCROPPED = "libero-uncropped"  # the same for fine-tunes without image augmentation
-    RESIZE_WITH_PAD = "resize-with-pad"  # bilinear to 224, black bars: openpi's evaluation
-
-
-@dataclass(frozen=True)
-class Profile:
-    """The conventions of one project's server.
-
-    `executed_steps` is how many actions of an answer are executed before the next observation is
-    sent; None means all of them.
-    """
-
-    name: str
-    gripper: GripperConvention = GripperConvention.DATASET
-    client_chain: ClientChain = ClientChain.NONE
-    executed_steps: int | None = None
-    wrist_camera: bool = False
-
-
-PROFILES = {
-    profile.name: profile
-    for profile in (
-        Profile("deft"),
-        Profile("openvla", client_chain=ClientChain.LIBERO, executed_steps=1),
-        Profile("oft", wrist_camera=True),
-        Profile(
-            "openpi",
-            GripperConvention.ROBOSUITE,
-            ClientChain.RESIZE_WITH_PAD,
-            executed_steps=5,
-            wrist_camera=True,
-        ),
-    )
-}
-
-
-def check_chain(profile: Profile, info: ServerInfo | None) -> None:
+def check_chain(profile: Convention, info: ServerInfo | None) -> None:
     """Raise SelectionError if frames would go through an image chain on both sides.
 
     `info` is what a Deft server says about itself; None for the servers of other projects, which
@@ -118,7 +82,7 @@ class ProfilePolicy:
     """
 
     def __init__(
-        self, peer: EpisodePolicy, profile: Profile | None, network_delay_ms: float = 0.0
+        self, peer: EpisodePolicy, profile: Convention | None, network_delay_ms: float = 0.0
     ) -> None:
         self._peer = peer
         self._profile = profile
@@ -162,17 +126,15 @@ def _prepared(observation: Observation, chain: ClientChain) -> Observation:
     return replace(observation, image=apply_chain(chain, observation.image), cameras=cameras)
 
 
-def _in_robosuite_units(
-    actions: NDArray[np.float64], gripper: GripperConvention
-) -> NDArray[np.float64]:
-    if actions.shape[1] != conventions.ACTION_DIM:
+def _in_robosuite_units(actions: NDArray[np.float64], gripper: Gripper) -> NDArray[np.float64]:
+    if actions.shape[1] != ACTION_DIM:
         raise PeerAnswerError(
             f"the server answers actions of {actions.shape[1]} numbers; LIBERO's robot takes "
-            f"{conventions.ACTION_DIM}: is this the right policy?"
+            f"{ACTION_DIM}: is this the right policy?"
         )
-    if gripper is GripperConvention.ROBOSUITE:
+    if gripper is Gripper.ROBOSUITE:
         return actions
-    return np.stack([conventions.to_robosuite(action) for action in actions])
+    return to_robosuite(actions)
 
 
 def apply_chain(chain: ClientChain, image: Image) -> Image:
@@ -203,7 +165,7 @@ class PolicySource:
     """
 
     url: str = DEFAULT_URL
-    profile: Profile = PROFILES["deft"]
+    profile: Convention = DEFT
     options: ActOptions = field(default_factory=lambda: ActOptions(want_trace=True))
     settings: ClientSettings = field(default_factory=ClientSettings)
     stream: bool = False

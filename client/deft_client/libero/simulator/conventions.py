@@ -1,10 +1,8 @@
 """How LIBERO's numbers become what policies were trained on, and back. Pure functions only.
 
 The rules are those of the published evaluations: pictures are turned by half a turn, the robot
-state is position, axis-angle and finger positions, and the gripper has three dialects:
-
-    robosuite          -1 open, +1 close
-    training data       1 open,  0 close   (what OpenVLA's policies answer)
+state is position, axis-angle and finger positions, and the gripper speaks robosuite's dialect, -1
+open and +1 close (`deft_client.peers.conventions` has the training data's).
 """
 
 import math
@@ -51,17 +49,3 @@ def robot_state(
 ) -> NDArray[np.float32]:
     """The 8 numbers policies may read: gripper position, its axis-angle, two finger joints."""
     return np.concatenate([position, axis_angle(quaternion_xyzw), fingers]).astype(np.float32)
-
-
-def to_robosuite(action: NDArray[np.float64]) -> NDArray[np.float64]:
-    """An action in the training data's dialect as the simulator wants it; the input is kept."""
-    converted = np.array(action, dtype=np.float64)
-    converted[-1] = -np.sign(2.0 * converted[-1] - 1.0)
-    return converted
-
-
-def from_robosuite(actions: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Actions [..., 7] of the simulator in the training data's dialect; undoes `to_robosuite`."""
-    converted = np.array(actions, dtype=np.float64)
-    converted[..., -1] = 1.0 - np.clip(converted[..., -1], 0.0, 1.0)
-    return converted

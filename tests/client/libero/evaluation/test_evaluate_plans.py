@@ -6,8 +6,8 @@ from deft_client.libero.commands.evaluate import read_options
 from deft_client.libero.errors import SelectionError
 from deft_client.libero.evaluation.runs import RunConfig, choose_statistics_key, plan_runs
 from deft_client.libero.evaluation.selection import parse_numbers, select_episodes
-from deft_client.libero.policies.source import ClientChain, GripperConvention
 from deft_client.libero.simulator.suites import find_suite
+from deft_client.peers.conventions import ClientChain, Gripper
 from tests.standins.tiny_server import INFO
 
 OBJECT = find_suite("libero_object")
@@ -72,7 +72,7 @@ def test_profiles_settle_conventions_and_options_override_them() -> None:
     )  # fmt: skip
     profile = run.source.profile
     assert profile.client_chain is ClientChain.LIBERO_UNCROPPED
-    assert profile.gripper is GripperConvention.ROBOSUITE
+    assert profile.gripper is Gripper.ROBOSUITE
     assert run.executed_steps == 2
 
 

@@ -7,9 +7,7 @@ import pytest
 
 from deft_client.libero.simulator.conventions import (
     axis_angle,
-    from_robosuite,
     robot_state,
-    to_robosuite,
     upright,
     wait_action,
 )
@@ -38,19 +36,6 @@ def test_a_frame_is_turned_about_both_axes():
     assert turned[0, 0].tolist() == [9, 10, 11]
     assert turned[1, 0].tolist() == [3, 4, 5]
     assert turned.flags["C_CONTIGUOUS"]
-
-
-@pytest.mark.parametrize(("answer", "gripper"), [(0.996, -1.0), (0.51, -1.0), (0.49, 1), (0, 1)])
-def test_training_data_opens_at_one_and_robosuite_at_minus_one(answer, gripper):
-    action = np.array([0.1] * 6 + [answer])
-    assert to_robosuite(action)[-1] == gripper
-    assert action[-1] == answer, "the caller's array is not touched"
-
-
-@pytest.mark.parametrize("gripper", [-1.0, 1.0])
-def test_the_two_gripper_dialects_are_inverse(gripper):
-    action = np.array([0.3, -0.2, 0, 0, 0, 1, gripper])
-    np.testing.assert_array_equal(to_robosuite(from_robosuite(action)), action)
 
 
 def test_the_robot_state_has_eight_numbers_in_their_order():
