@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from deft_client.datasets.demonstrations import Demonstration
-from deft_client.libero.simulator.conventions import to_robosuite
+from deft_client.peers.conventions import to_robosuite
 from deft_draft_training.errors import DataError
 from deft_policies.families.vla0.network import load_tokenizer
 from deft_policies.families.vla0.run_folder import RunFolder, read_run
