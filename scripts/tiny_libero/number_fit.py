@@ -43,7 +43,7 @@ class NumberFitConfig(CloneConfig):
 
     model: NumberModelConfig = field(default_factory=NumberModelConfig)
     loss: NumberLossConfig = field(default_factory=NumberLossConfig)
-    whole_share: float = 0.15  # of the steps, whose answers are whole
+    whole_share: float = 0.25  # of the steps, whose answers are whole
     short_rows: int = 1  # of the others' answers: the picture is seen for less time spent on text
     hidden_share: float = 0.4  # at most so much of an answer is not shown
     never_hidden: float = 0.1  # of the samples, of which all is shown
