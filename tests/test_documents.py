@@ -246,7 +246,7 @@ def test_the_msgpack_of_the_api_page_is_answered(url):
     assert reply.status_code == 200
 
 
-def test_the_frame_and_the_sentences_of_the_pages_are_ones_the_shipped_policy_knows():
+def test_documented_sentences_are_known_to_the_shipped_policy():
     assert (ROOT / "examples" / "frame.png").read_bytes() == EXAMPLE.read_bytes()
     taught = json.loads((CHECKPOINT / "training.json").read_text())["instructions"]
     pages = [(ROOT / name).read_text() for name in (*documents(), PAGES_SCRIPT, PAGES_INDEX)]

@@ -34,7 +34,7 @@ def test_nobody_invents_a_position_that_is_not_known():
     np.testing.assert_array_equal(ActionRules((True, True)).hold(None), [0, 0])
 
 
-def test_a_motion_is_limited_in_amount_and_a_position_in_distance_from_the_one_before():
+def test_motions_are_limited_in_amount_and_positions_in_change():
     before = np.array([0.1, 0, 0, 0, 0, 0, 1.0])
     action = np.array([5.0, -5.0, 0.05, 0, 0, 0, -1.0])
     np.testing.assert_array_equal(DELTAS.limited(action, before), [0.1, -0.1, 0.05, 0, 0, 0, -1.0])
@@ -68,7 +68,7 @@ def test_a_motion_may_go_one_way_alone_but_must_be_able_to_stop():
             ActionRules((True,), low=(low,), high=(high,))
 
 
-def test_what_is_commanded_is_within_the_range_though_what_was_measured_is_not():
+def test_commands_stay_in_range_from_a_bad_measurement():
     rules = ActionRules((False,), low=(-1.0,), high=(1.0,), max_step=(0.25,))
     assert rules.limited(np.array([1.125]), np.array([1.125])).tolist() == [1.0]
     assert rules.limited(np.array([2.0]), np.array([2.0])).tolist() == [1.75]  # and back in steps

@@ -83,7 +83,7 @@ def test_the_next_answer_is_there_when_the_last_one_is_used_up(delay):
     assert executed[delay + 8 :] == list(range(delay + 8, 40))
 
 
-def test_the_slowest_of_the_latest_answers_is_allowed_for_and_forgotten_in_time():
+def test_the_slowest_recent_answer_sets_the_lead():
     frames: list[int] = []
     queue = ActionQueue(JOINT, Seam.SWITCH)
     answer = lambda period: (frames.append(period), numbered(period))[1]  # noqa: E731
@@ -93,7 +93,7 @@ def test_the_slowest_of_the_latest_answers_is_allowed_for_and_forgotten_in_time(
     assert set(gaps[14:]) == {7}
 
 
-def test_with_execute_the_frame_is_fresher_and_what_is_left_serves_while_an_answer_is_late():
+def test_execute_asks_early_and_the_rest_of_a_chunk_bridges_late_answers():
     executed = execute(ActionQueue(JOINT, Seam.SWITCH, execute=4), [0, 0, 3], 10)
     assert executed == list(np.arange(10.0))
     waiting = execute(ActionQueue(JOINT, Seam.WAIT, execute=4), [0, 0, 3], 12)
@@ -192,7 +192,7 @@ limits = st.lists(st.one_of(st.floats(0.01, 2), st.just(np.inf)), min_size=3, ma
     max_change=limits,
 )
 @settings(max_examples=200, deadline=None)
-def test_commands_add_up_to_what_the_answers_said_but_for_what_the_limits_cut_off(
+def test_commands_add_up_to_the_answers_within_the_limits(
     seam, answers, delays, clears, execute, max_step, max_change
 ):
     """The slow twin keeps every answer with its frame's moment, and looks through them all."""

@@ -300,7 +300,7 @@ def test_a_server_that_repeats_the_request_id_is_believed():
     Robot(server).act()
 
 
-def test_an_answer_without_the_request_id_is_refused_once_the_server_has_repeated_one():
+def test_an_answer_without_an_id_is_refused_by_the_stream():
     """A problem may come from a proxy, which need not know of ids."""
     network = ClosableStream()
     unasked = httpx.Response(
@@ -323,7 +323,7 @@ def test_an_answer_without_the_request_id_is_refused_once_the_server_has_repeate
     assert len(server.requests) == 4
 
 
-def test_two_answers_in_one_packet_are_one_answer_and_the_end_of_the_connection():
+def test_a_second_answer_in_a_packet_ends_the_connection():
     """No ids here: the second one would be taken for the answer to the next frame."""
     answers = [
         b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(one) + one

@@ -95,7 +95,7 @@ def run(policy, arm, periods, rules=RULES, settings=QUICK):
     return loop.status
 
 
-def test_each_answer_is_executed_action_by_action_and_then_the_newest_frame_is_asked_about():
+def test_a_chunk_is_executed_before_the_next_frame_is_asked():
     policy = ScriptedPolicy([[0.1, 0.2, 1.0], [0.3, 0.4, 1.0]], [[0.5, 0.6, 0.0]])
     arm = RecordingArm()
     status = run(policy, arm, 3, settings=LoopSettings(period_s=1.0, watchdog_s=10.0))
@@ -105,7 +105,7 @@ def test_each_answer_is_executed_action_by_action_and_then_the_newest_frame_is_a
     assert (status.moves, status.holds, status.problem) == (3, 0, None)
 
 
-def test_a_policy_that_takes_several_periods_is_asked_so_early_that_the_arm_never_holds():
+def test_a_slow_policy_is_asked_early_enough():
     """Every answer comes three commands after its question; chunks have enough to spare."""
     arm = RecordingArm()
 
@@ -146,7 +146,7 @@ def test_a_policy_that_falls_silent_leaves_the_arm_holding_every_period():
     ],
     ids=str,
 )
-def test_whatever_comes_instead_of_an_answer_is_a_reason_to_hold_and_to_ask_again(trouble):
+def test_bad_answers_make_the_arm_hold_and_ask_again(trouble):
     policy = ScriptedPolicy([[0.1, 0.2, 1.0]], trouble)
     arm = RecordingArm()
     status = run(policy, arm, 10)
@@ -439,7 +439,7 @@ def test_an_arm_whose_stop_raises_is_stopped_once_more_and_at_the_next_stall():
     assert status.stalls >= 2
 
 
-def test_a_frame_counts_from_when_it_was_there_and_not_from_when_it_was_waited_for():
+def test_a_frame_counts_from_its_arrival():
     """Every frame takes five commands to come; its answer says which period each action is for."""
     arm = RecordingArm()
     observe = arm.observe
@@ -594,7 +594,7 @@ class TellingPolicy(ScriptedPolicy):
         return replace(INFO, action_dim=self.told)
 
 
-def test_rules_of_another_size_than_the_policys_answers_are_refused_before_the_first_period():
+def test_rules_must_fit_the_policys_actions():
     policy, arm = TellingPolicy(7), RecordingArm()
     loop = ControlLoop(policy, arm, RULES, QUICK)
     with pytest.raises(ValueError, match="3 dimensions, and the policy answers 7"):

@@ -117,7 +117,7 @@ def test_half_an_answer_nobody_asked_for_ends_the_connection_too():
         assert server.num_connections == 2
 
 
-def test_the_answer_to_another_frame_is_refused_by_its_id_and_the_frame_asked_again():
+def test_an_answer_with_another_id_is_refused_and_asked_again():
     """As where two answers change places: only one comes, and nothing is left over."""
     foreign = encode_answer(UNASKED, "another")
     with streaming(repeating_id, foreign) as stream:

@@ -41,7 +41,7 @@ def test_another_configuration_is_refused_by_the_keys_that_differ(tmp_path):
         RunDirectory(tmp_path, {"rate": 0.2, "steps": 3})
 
 
-def test_a_second_training_in_one_directory_is_refused_while_the_first_one_runs(tmp_path):
+def test_a_directory_has_one_training_at_a_time(tmp_path):
     config = {"rate": 0.1, "steps": 3}
     with RunDirectory(tmp_path, config):
         with pytest.raises(ResumeError, match="another training is writing"):

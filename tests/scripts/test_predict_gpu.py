@@ -17,7 +17,7 @@ def test_the_documented_table_is_what_the_module_prints(
         assert [*row, "unmeasured"] in written
 
 
-def test_nothing_is_predicted_below_its_limit_and_limits_are_those_of_the_design() -> None:
+def test_predictions_are_above_their_limits() -> None:
     found = {one.what: one for one in predictions()}
     assert all(one.predicted_ms > one.limit_ms for one in found.values())
     assert found["autoregressive"].limit_ms == pytest.approx(23.8, abs=0.1)

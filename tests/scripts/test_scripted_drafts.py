@@ -65,14 +65,12 @@ def run_script(script: Script, count: int) -> list[DecodeTrace]:
 
 
 @pytest.mark.parametrize(("right", "chains"), [(1.0, 1), (1.0, 3), (0.0, 1)])
-def test_drafts_that_are_always_right_cost_one_pass_and_useless_ones_none_more_than_plain(
-    right: float, chains: int
-) -> None:
+def test_right_drafts_cost_one_pass_and_useless_ones_none(right: float, chains: int) -> None:
     traces = run_script(Script("drafts", right, chains), 5)
     assert {trace.num_passes for trace in traces} == {1 if right else 7}
 
 
-def test_every_script_of_the_benchmark_drafts_and_answers_as_plain_decoding_does() -> None:
+def test_every_scripted_draft_answers_as_plain_decoding() -> None:
     policy, frames = make_policy(), make_frames(6)
     answers = find_answers(policy, frames)
     contenders = scripted(policy, frames, [0.0, 0.5, 1.0])

@@ -98,7 +98,7 @@ def test_headers_that_drip_on_a_used_connection_are_cut_off(server: ServerProces
     assert still_answers(server)
 
 
-def test_a_connection_may_idle_between_two_frames_for_longer_than_headers_may_take(
+def test_a_connection_may_idle_longer_than_headers_may_take(
     server: ServerProcess,
 ):
     with httpx.Client(base_url=server.url) as client:
@@ -218,7 +218,7 @@ def test_a_process_whose_log_nobody_reads_ends_all_the_same():
         assert process.wait(60) == 0
 
 
-def test_a_policy_that_ends_the_interpreter_while_it_loads_ends_the_process_and_says_why():
+def test_a_policy_that_exits_while_loading_ends_the_process():
     with serving("(lambda: sys.exit(7))") as server:
         assert server.ended_with() == 3
 

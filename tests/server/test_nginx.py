@@ -119,7 +119,7 @@ def test_one_server_with_tls_answers_no_frame_in_the_clear(
             assert robot.act(frame()).actions.shape == (1, 7)
 
 
-def test_a_server_that_is_down_behind_the_proxy_is_said_in_words_and_tried_again(
+def test_a_502_is_explained_and_tried_again(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:

@@ -52,7 +52,7 @@ def test_a_recording_comes_back_from_lerobots_format_to_the_bit(tmp_path, capsys
         assert np.array_equal(recorded.observation.state, stored.observation.state)
 
 
-def test_parts_of_a_long_recording_are_one_episode_whatever_was_recorded_between(tmp_path):
+def test_parts_of_a_long_recording_are_one_episode(tmp_path):
     recording(tmp_path / "1.deftrec")
     recording(tmp_path / "2.deftrec", session="another arm")
     recording(tmp_path / "3.deftrec", part=1)

@@ -31,7 +31,7 @@ def test_openvla_fields_become_an_observation_and_a_statistics_key() -> None:
         if one.name.startswith("error_") and "unnorm_key" not in one.name
     ],
 )
-def test_what_openvla_answers_with_error_is_refused_with_the_name_of_the_field(name: str) -> None:
+def test_a_bad_openvla_request_names_its_field(name: str) -> None:
     with pytest.raises(WireError) as caught:
         openvla_request(decode_act_body(act_capture(name).request).fields, LIMITS)
     assert caught.value.field.split(".")[0] in ("image", "instruction", "encoded")

@@ -183,7 +183,7 @@ def chunk_of(name: str) -> ActionChunk:
     return run_of(name, [DecodeTrace(name, (), (), (), ())]).answers[0].chunk
 
 
-def test_a_speed_up_is_a_ratio_of_sums_with_its_interval_and_none_without_five_episodes() -> None:
+def test_a_speed_up_is_a_ratio_of_sums_over_at_least_five_episodes() -> None:
     plain = timed_run("plain", 60.0, 60.0, 60.0, 60.0, 60.0)
     fast = timed_run("fast", 20.0, 20.0, 30.0, 40.0, 40.0)
     lines = first_table(Report({}, (plain, fast), "plain")).splitlines()
@@ -199,7 +199,7 @@ def test_a_speed_up_is_a_ratio_of_sums_with_its_interval_and_none_without_five_e
     assert text.endswith("No speed-up can be given: times of 2 episodes, 5 are needed.")
 
 
-def test_the_first_table_says_how_far_other_answers_are_and_only_of_relaxed_methods() -> None:
+def test_the_first_table_measures_other_answers_of_relaxed_methods() -> None:
     contenders = (Contender("autoregressive", ConstantPolicy()), 60.0, 1.0)
     _, exact = compared(contenders)
     assert "relaxed" not in first_table(exact)
@@ -322,7 +322,7 @@ def test_transformers_on_the_same_weights_answers_the_same_tokens(loop: Baseline
         assert answer.chunk.timings.verify_ms > 0.0
 
 
-def test_the_last_place_of_bfloat16_is_two_to_the_minus_seven_of_its_power_of_two() -> None:
+def test_the_last_place_of_bfloat16_is_2_to_the_minus_7() -> None:
     for value in (1.0, 1.99, 10.0, 0.3):
         number = torch.tensor(value, dtype=torch.bfloat16)
         above = torch.nextafter(number, torch.tensor(99.0, dtype=torch.bfloat16))

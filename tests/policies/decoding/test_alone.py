@@ -66,7 +66,7 @@ def test_a_row_that_joins_while_the_only_other_is_cancelled_answers_as_alone(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_row_that_is_cancelled_before_its_first_pass_leaves_its_neighbour_alone(
+def test_a_row_cancelled_before_its_first_pass_harms_no_neighbour(
     method: str,
 ) -> None:
     engine = Engine(Target(decoder(), ACTIONS))

@@ -313,7 +313,7 @@ def test_a_budget_of_an_action_counts_from_where_the_action_begins() -> None:
 
 
 @pytest.mark.parametrize("text", ["autoregressive", "lossless:guard=off"])
-def test_one_method_answers_with_text_of_any_length_and_with_actions_in_any_order(
+def test_one_method_answers_texts_and_actions_in_any_order(
     text: str,
 ) -> None:
     """What was set aside for shorter answers, or for answers without actions, is made larger."""

@@ -128,7 +128,7 @@ def test_a_good_plan_that_was_slow_the_first_time_is_found_all_the_same() -> Non
     assert plans[-40:].count("head") > 35
 
 
-def test_after_warming_up_every_plan_is_tried_once_before_its_price_is_believed() -> None:
+def test_every_plan_is_tried_after_warming_up() -> None:
     """At first a plan is taken to need a quarter of plain's passes, whatever it is worth."""
     plans = {f"plan-{index}": (12.0, 4.0, 6.0) for index in range(4)}
     one = world(**plans, memory=(12.0, 4.0, 1.0))
@@ -307,7 +307,7 @@ COSTS = st.tuples(st.floats(1, 50), st.floats(0.5, 20), st.floats(0, 6))
     noise=st.floats(0, 0.3),
     seed=st.integers(0, 999),
 )
-def test_whatever_things_cost_speculation_is_never_on_where_plain_looks_faster(
+def test_speculation_is_off_where_plain_looks_faster(
     plain: tuple[float, float, float],
     plans: list[tuple[float, float, float]],
     noise: float,

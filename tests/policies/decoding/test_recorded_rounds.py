@@ -173,7 +173,7 @@ def test_a_head_that_sees_the_prompt_alone_is_recorded_too() -> None:
     assert not recorded.runner.uncaptured
 
 
-def test_what_is_beyond_the_reserve_is_answered_all_the_same_and_records_nothing(
+def test_answers_beyond_the_reserve_record_nothing(
     recorded: Recorded,
 ) -> None:
     promised, other = small("lossless"), find_method("top-k:guard=off,k=7")

@@ -293,7 +293,7 @@ def test_every_draft_of_one_token_has_a_coin_of_its_own() -> None:
     assert chi_square(counts, wanted) < 13.82  # the 99.9% quantile for 2 degrees of freedom
 
 
-def test_the_token_behind_accepted_drafts_is_drawn_with_the_noise_of_its_own_position() -> None:
+def test_the_bonus_token_is_drawn_with_its_positions_noise() -> None:
     """Drafts drawn by the target's odds all stand, so only the token behind them is drawn."""
     target, _ = logits_and_draft_logits()
     p = target_odds(target, 1.0)
@@ -389,7 +389,7 @@ def test_the_noise_of_drafts_and_of_answers_never_meets() -> None:
 
 
 @pytest.mark.parametrize("kind", [kinds.HEAD, kinds.SMALL_MODEL])
-def test_a_frame_is_answered_alike_whatever_was_decoded_before_it_and_beside_it(
+def test_a_frame_is_answered_alike_in_any_company(
     kind: str,
 ) -> None:
     """Same seed, memory and frame: in a fresh process, an old one and a batch, drafts included."""

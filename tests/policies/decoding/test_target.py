@@ -105,7 +105,7 @@ def test_a_row_decodes_the_same_alone_and_in_a_batch(runner: StepRunner) -> None
 @pytest.mark.parametrize("runner", runners())
 @pytest.mark.parametrize("keep_hidden", [True, False])
 @pytest.mark.parametrize("seed", range(4))
-def test_guesses_riding_in_the_prefill_are_scored_as_if_they_were_the_sequence(
+def test_prefill_drafts_are_scored_as_the_sequence(
     runner: StepRunner, keep_hidden: bool, seed: int
 ) -> None:
     model = tiny_model(seed)
@@ -147,9 +147,7 @@ def test_prompt_hidden_states_are_those_of_the_plain_forward() -> None:
 
 @pytest.mark.parametrize("runner", runners())
 @pytest.mark.parametrize("seed", range(6))
-def test_rows_commit_paths_of_their_own_length_and_go_on_as_if_nothing_else_had_been_there(
-    runner: StepRunner, seed: int
-) -> None:
+def test_rows_commit_paths_of_different_lengths(runner: StepRunner, seed: int) -> None:
     """Four rounds: guesses in the prefill, then three trees; any path may be kept, in any row."""
     rng = random.Random(seed)
     model = tiny_model(seed)

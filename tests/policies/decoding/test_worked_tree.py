@@ -114,7 +114,7 @@ def test_exact_match_keeps_one_guess_and_commits_two_tokens() -> None:
     assert int(verdict.bonus) == 141
 
 
-def test_within_two_bins_the_closer_path_wins_and_the_published_code_takes_the_first() -> None:
+def test_ties_go_to_the_closer_path_or_to_the_first_as_published() -> None:
     closest, first = (judge(WithinBins(2), one) for one in TieBreak)
     assert kept(closest) == [0, 2, 4]
     assert int(closest.bonus) == 150

@@ -81,7 +81,7 @@ def serve(
 
 
 @pytest.mark.long(seconds=58)
-def test_500_mixed_frames_capture_nothing_after_the_warm_up_and_answer_as_without() -> None:
+def test_500_mixed_frames_capture_nothing_after_the_warm_up() -> None:
     runner = CapturedRunner(RecordingCapturer(), RESERVE)
     policy = policy_on(runner)
     policy.warm_up(METHODS)
@@ -106,7 +106,7 @@ def test_a_head_that_sees_the_prompt_alone_is_captured_too() -> None:
 
 
 @pytest.mark.long(seconds=23)
-def test_what_is_beyond_the_reserve_is_answered_all_the_same_and_captures_nothing(
+def test_answers_beyond_the_reserve_capture_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     runner = CapturedRunner(RecordingCapturer(), replace(RESERVE, rows=2, longest=40))

@@ -171,7 +171,7 @@ def test_judging_is_timed_apart_from_the_passes_it_judges() -> None:
     assert timings.verify_ms == pytest.approx(later)
 
 
-def test_sampling_repeats_itself_from_session_to_session_and_moves_on_within_one() -> None:
+def test_sampling_repeats_across_sessions_and_moves_on_within_one() -> None:
     policy = tiny_policy(replace(PLAIN, temperature=2.0, seed=5))
     episodes = []
     for _ in range(2):
@@ -185,7 +185,7 @@ def test_sampling_repeats_itself_from_session_to_session_and_moves_on_within_one
     assert len(set(episodes[0])) > 1
 
 
-def test_unknown_keys_methods_and_unfitting_radii_are_refused_before_the_model_is_touched() -> None:
+def test_bad_keys_methods_and_radii_are_refused_before_the_model_runs() -> None:
     policy = golden_policy()
     observation = golden_requests()[0].observation
     with pytest.raises(UnknownStatisticsKeyError, match="libero_spatial, bridge_orig"):

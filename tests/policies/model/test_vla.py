@@ -88,7 +88,7 @@ def test_every_parameter_of_the_7b_is_filled_once_and_unused_tensors_are_named(
     assert {name.split(".")[2] for name in unused} == {"blocks", "norm", "attn_pool"}
 
 
-def test_weights_are_reached_under_their_published_names_even_where_they_are_fused() -> None:
+def test_fused_weights_keep_their_published_names() -> None:
     model = tiny_model()
     tensors = model.named_tensors()
     layer = "language_model.model.layers.1"

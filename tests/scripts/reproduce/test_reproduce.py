@@ -122,7 +122,7 @@ def test_every_study_that_ships_asks_for_what_there_is(name):
             assert find_measure(measure)[0].meaning
 
 
-def test_rows_that_answer_alike_are_one_and_plain_decoding_is_played_beside_those_that_are(
+def test_equal_rows_are_played_once_beside_plain_decoding(
     tmp_path,
 ):
     study = study_in(tmp_path)
@@ -209,7 +209,7 @@ def test_scripted_drafts_leave_answers_as_they_are(recorded):
     assert 2 < cell_of("passes", rows["half right"])[1] < 7
 
 
-def test_a_row_that_this_policy_cannot_answer_is_left_out_and_the_page_says_why(recorded):
+def test_a_row_the_policy_cannot_answer_is_left_out(recorded):
     assert "impossible" not in rows_of(recorded)
     page = (recorded / "page.md").read_text()
     assert "Left out: `lossless-drafts=retrieval`" in page
@@ -398,7 +398,7 @@ def play(folder: Path, method: str, outcomes: str, passes: int) -> None:
     store.close()
 
 
-def test_closed_loop_rows_are_paired_with_plain_decoding_and_the_cheapest_good_one_is_named(folder):
+def test_played_rows_are_paired_and_the_cheapest_good_one_is_named(folder):
     play(folder, PLAIN, "s" * 300, passes=7)
     play(folder, RELAXED, "s" * 299 + "f", passes=2)
     (page,) = (text for name, text in outputs(ResultsFolder(folder)).items() if name == "page.md")

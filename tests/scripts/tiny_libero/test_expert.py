@@ -116,7 +116,7 @@ def test_goals_read_from_the_file_are_those_of_the_simulator():
         assert read_goals(find_task(suite, number)) == physics(suite, number).goals()
 
 
-def test_recording_what_the_expert_cannot_do_is_refused_before_the_first_episode(tmp_path):
+def test_tasks_the_expert_cannot_do_are_refused_at_the_start(tmp_path):
     job = DemosJob(DemosSettings("libero_90", tasks=(0, 33, 39)), tmp_path / "out", PHYSICS)
     with pytest.raises(SimulationError) as caught:
         record(job, print)

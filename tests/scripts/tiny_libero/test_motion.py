@@ -44,7 +44,7 @@ def test_near_the_goal_the_action_shrinks_smoothly_with_the_distance():
     assert actions[50][-1] == CLOSE
 
 
-def test_every_episode_has_its_own_pace_and_strays_on_the_way_but_not_at_its_end():
+def test_episodes_differ_in_pace_and_end_on_the_way():
     manners = [Manner.draw(np.random.default_rng(seed)) for seed in range(40)]
     far, near = np.array([0.3, 0.0, 0.0]), np.array([0.002, 0.0, 0.0])
     actions = [

@@ -72,7 +72,7 @@ def test_a_number_is_spelt_exactly_where_nothing_near_it_counts():
         assert table[number, len(digits) + 1 :].sum() == 0
 
 
-def test_what_follows_the_digits_so_far_is_weighed_by_the_numbers_that_it_leads_to():
+def test_digits_are_weighed_by_the_numbers_they_lead_to():
     table = spelling_table(2.0)
     weights = {one: np.exp(-0.5 * ((one - 100) / 2) ** 2) for one in range(NUM_BINS + 1)}
     total = sum(weights.values())

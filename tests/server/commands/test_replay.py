@@ -71,7 +71,7 @@ def test_differences_are_per_dimension_and_in_robot_units(tmp_path: Path) -> Non
     assert "same tokens" not in said
 
 
-def test_texts_are_compared_and_one_without_an_action_is_as_different_as_can_be() -> None:
+def test_a_text_without_an_action_differs_most() -> None:
     was = past(ActionChunk(np.zeros((1, 7)), reasoning="go ACTION: x"))
     same = compare(was, was.recorded.chunk, 1.0)
     other = compare(was, ActionChunk(np.zeros((1, 7)), reasoning="stop ACTION: x"), 1.0)

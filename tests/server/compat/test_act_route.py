@@ -97,7 +97,7 @@ def test_a_reason_with_foreign_letters_is_a_legal_header(client: TestClient) -> 
     assert response.headers[REASON_HEADER].isascii()
 
 
-def test_a_policy_that_raises_is_an_error_to_legacy_clients_and_a_500_to_others(
+def test_a_raising_policy_is_an_error_to_every_client(
     client: TestClient,
 ) -> None:
     fields = json.loads(act_capture("plain").request)

@@ -133,7 +133,7 @@ def test_a_message_that_cannot_be_read_is_refused_whole(
     assert not policy.batches
 
 
-def test_the_pictures_of_all_have_together_no_more_pixels_than_one_frame_may_have():
+def test_pictures_of_a_message_share_one_frames_pixels():
     settings = Settings(max_image_pixels=100)
     messages = [ActMessage(frame(8), ActOptions(session_id=name)) for name in "ab"]
     body = msgpack_codec.encode_requests(messages, encoding=ImageEncoding.PNG)

@@ -25,7 +25,7 @@ sys.exit(main(["serve", "--policy", "constant", "--replicas", "2"]))
 """
 
 
-def test_without_the_extra_replicas_are_refused_with_the_line_that_installs_it():
+def test_replicas_without_ray_name_the_line_to_install():
     run = subprocess.run([sys.executable, "-c", WITHOUT_RAY], capture_output=True, text=True)
     assert run.returncode == 2
     assert 'in a clone of Deft, pip install ".[ray]"' in run.stderr

@@ -115,7 +115,7 @@ def test_only_the_culprit_of_a_batch_fails(error, known):
     assert isinstance(second, known)
 
 
-def test_a_frame_that_the_policy_refuses_names_its_field_and_does_not_touch_the_others():
+def test_a_refused_frame_names_its_field_and_leaves_others_alone():
     odd = ActRequest(frame(), options=ActOptions(decoding="nonsense"))
     first, second = travelled(replica_of(FakePolicy()), odd, request(SessionMemory()))
     assert isinstance(first, RequestError)
@@ -201,7 +201,7 @@ async def until(holds: Callable[[], bool]) -> None:
     raise AssertionError("it never came to hold")
 
 
-def test_frames_of_several_calls_are_answered_in_the_same_rounds_and_cut_at_their_deadlines():
+def test_frames_share_rounds_and_are_cut_at_their_deadlines():
     policy = SteppedFake()
 
     async def story() -> list[ReplicaAnswer]:
@@ -221,7 +221,7 @@ def test_frames_of_several_calls_are_answered_in_the_same_rounds_and_cut_at_thei
     assert (long.size, short.size) == (3, 3)
 
 
-def test_a_replica_that_is_played_round_by_round_has_a_place_for_every_frame_of_a_batch():
+def test_a_stepped_replica_has_a_place_for_each_frame_of_a_batch():
     policy = SteppedFake(turnstile=threading.Semaphore(0))
 
     async def story() -> list[float]:
@@ -291,7 +291,7 @@ def test_a_batch_whose_replica_dies_is_answered_by_another():
     assert asyncio.run(story()) == ([1, 2, 3], 4)
 
 
-def test_a_batch_that_is_lost_twice_is_told_to_come_again_and_the_session_is_as_before():
+def test_a_batch_lost_twice_leaves_the_session_as_before():
     async def story() -> float:
         cluster = FakeCluster()
         service = await serving(cluster)
@@ -337,7 +337,7 @@ def test_a_batch_that_hangs_is_not_sent_again():
     assert asyncio.run(story()) == 1
 
 
-def test_as_many_batches_are_out_as_replicas_run_and_a_session_is_in_one_of_them():
+def test_each_replica_has_a_batch_and_a_session_is_in_one():
     async def story() -> int:
         cluster = FakeCluster(num_running=2)
         service = await serving(cluster)
@@ -371,7 +371,7 @@ def test_a_replica_is_told_how_many_batches_wait():
     assert len({one.front for one in told}) == 1
 
 
-def test_the_batches_that_wait_at_several_fronts_add_up_until_a_front_is_silent():
+def test_waiting_batches_of_fronts_add_up():
     backlogs = Backlogs()
     backlogs.note(FrontState("a", "1", 4.0), now_s=0.0)
     backlogs.note(FrontState("a", "1", 2.0), now_s=1.0)

@@ -59,7 +59,7 @@ def test_anything_else_is_refused(keys: Path, header: str):
         Access(keys).identify(header, "")
 
 
-def test_without_a_key_file_everybody_is_anonymous_and_nobody_an_administrator():
+def test_without_keys_everybody_is_anonymous():
     caller = Access().identify("", "10.0.0.7")
     assert (caller.name, caller.address, caller.is_admin) == ("anonymous", "10.0.0.7", False)
     with pytest.raises(ForbiddenError):

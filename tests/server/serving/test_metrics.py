@@ -36,7 +36,7 @@ def test_frames_that_a_replica_answers_at_the_same_time_share_its_time(num_frame
     assert f'deft_replica_seconds_total{{replica="0"}} {busy_s}\n' in metrics.page().decode()
 
 
-def test_an_answer_is_counted_with_its_waiting_its_stages_and_what_speculation_did():
+def test_answers_are_counted_with_waiting_stages_and_drafts():
     one = PassTrace(True, (5, 6), (-1, 0), ("", "previous"), (6, 7), (1,), 7)
     trace = DecodeTrace("deft", (5, 6, 7, 8), (5, 6, 7, 9), (1.0,) * 4, (one, one))
     timings = StageTimings(vision_ms=500.0, total_ms=900.0, round_trip_ms=950.0)

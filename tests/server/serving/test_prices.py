@@ -53,14 +53,14 @@ def test_a_flow_that_was_only_ever_cut_takes_as_long_as_the_longest_cut() -> Non
     assert prices.expect("a", 9.0) == 0.1
 
 
-def test_a_flow_never_seen_is_expected_to_cost_what_frames_cost_but_nothing_is_proven() -> None:
+def test_a_new_flow_is_expected_to_cost_the_usual() -> None:
     prices = Prices()
     prices.observe("a", 0.02, 5.0)
     assert prices.expect("b", 5.0) == 0.02
     assert prices.proven("b", 5.0) == 0.0
 
 
-def test_an_old_measurement_gives_way_to_what_others_show_and_refuses_nobody_alone() -> None:
+def test_an_old_measurement_refuses_nobody() -> None:
     prices = Prices()
     prices.observe("a", 5.0, 0.0)
     later_s = 1.1 * STALE_AFTER_S

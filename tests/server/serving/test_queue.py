@@ -51,7 +51,7 @@ def test_frames_are_answered_in_the_order_they_came():
     assert numbers(start(queue, 0.1)) == [2, 3]
 
 
-def test_the_earliest_due_goes_first_and_without_a_deadline_that_is_after_the_patience():
+def test_the_earliest_due_frame_goes_first():
     queue = queue_with(
         queued(1, "a", 0.0, deadline_s=0.9),
         queued(2, "b", 0.0, deadline_s=0.1),
@@ -76,7 +76,7 @@ def test_deadlines_without_end_do_not_starve_a_frame_without():
     assert at_s <= RULES.patience_s
 
 
-def test_robots_with_deadlines_lose_none_while_a_hundred_sessions_without_never_stop():
+def test_deadlines_are_met_beside_a_hundred_busy_sessions():
     """Once 118 of 192 such frames were refused or late: a frame without a deadline that was due
     went before them, and there were always enough of those."""
     queue, fates = FrameQueue(QueueRules(max_batch=8)), Counter[str]()
@@ -121,7 +121,7 @@ def test_an_owner_that_asks_for_more_than_its_share_does_not_push_another_out():
     assert answered["greedy"] >= 180
 
 
-def test_an_owner_that_was_away_has_saved_nothing_up_and_one_that_was_alone_owes_nothing():
+def test_idle_time_earns_no_credit_and_time_alone_no_debt():
     queue = FrameQueue(QueueRules(max_batch=1))
     number = itertools.count()
     for turn in range(100):
@@ -138,7 +138,7 @@ def test_an_owner_that_was_away_has_saved_nothing_up_and_one_that_was_alone_owes
     assert all({order[place], order[place + 1]} == {"alone", "comes"} for place in range(0, 12, 2))
 
 
-def test_the_last_eighth_of_the_line_is_for_frames_in_a_hurry_and_owners_that_have_none():
+def test_the_last_eighth_is_for_deadlines_and_new_owners():
     queue = FrameQueue(QueueRules(max_waiting=16))
     for n in range(14):
         queue.offer(queued(n, f"s{n}", 0.0, owner="greedy"), 0.0)
@@ -181,7 +181,7 @@ def test_a_lone_session_never_waits_for_company():
         finish(queue, batch, at_s + 0.01, 0.01)
 
 
-def test_a_frame_that_stays_joins_a_full_line_and_takes_no_place_from_other_owners():
+def test_a_staying_frame_takes_no_place_from_other_owners():
     queue = queue_with(*(queued(n, f"s{n}", 0.0, owner="new") for n in range(6)))
     for number in (10, 11):
         stays = queued(number, "old", 0.0, is_session=False, stays_until_s=9.0, owner="old client")
@@ -220,7 +220,7 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once():
         queue.offer(queued(3, "never seen", 0.0, deadline_s=0.01), 0.0)
 
 
-def test_a_deadline_that_has_passed_is_refused_even_before_anything_was_measured():
+def test_a_passed_deadline_is_refused_without_measurements():
     with pytest.raises(DeadlineError):
         FrameQueue(RULES).offer(queued(1, "a", 0.0, deadline_s=0.01), 0.02)
 
@@ -290,7 +290,7 @@ def test_a_flow_that_was_slow_once_is_tried_again_though_others_go_on():
     answered(queue, queued(30, "robot", now_s, now_s + 0.2), 0.05)
 
 
-def test_where_frames_may_join_while_others_are_on_their_way_no_place_stays_empty():
+def test_joining_frames_leave_no_place_empty():
     queue = queue_with(queued(1, "a", 0.0))
     queue.admission.joins_midway = True
     first = start(queue, 0.0)

@@ -112,7 +112,7 @@ def test_one_that_fails_alone_is_not_tried_again_and_what_is_over_neither():
     assert policy.rounds == [["2 alone"]]
 
 
-def test_what_a_policy_lost_while_it_tried_another_once_more_is_answered_alone():
+def test_frames_lost_during_a_retry_are_answered_alone():
     """Once it waited for ever: a call that fails lets go of all that is on its way."""
 
     class Small(SteppedFake):
@@ -259,7 +259,7 @@ class BareChunks(FakePolicy):
         return [answer.chunk for answer in super().act(batch)]
 
 
-def test_answers_of_another_kind_are_the_policys_fault_and_nobody_waits_for_them():
+def test_answers_of_a_wrong_type_fail_at_once():
     answers, failures = attempted(BareChunks(), batch_of("a", "b"))
     assert [type(one) for one in answers] == [PolicyFailedError] * 2
     assert "ActionChunk" in str(answers[0])

@@ -56,7 +56,7 @@ async def test_a_short_answer_joins_a_long_one_and_is_out_before_it():
 
 
 @on_a_loop
-async def test_a_place_is_taken_as_soon_as_it_is_free_and_there_are_no_more_than_allowed():
+async def test_free_places_are_taken_at_once_and_never_exceeded():
     policy, turnstile = stepped()
     service = await started(policy, max_batch=2)
     tasks = [ask(service, f"{rounds} of {name}", name) for rounds, name in ((3, "a"), (1, "b"))]
@@ -141,7 +141,7 @@ async def test_actions_with_a_deadline_go_on_in_four_rounds_and_others_in_one():
     await service.close()
 
 
-def test_the_real_policy_plays_those_first_that_are_named_and_answers_all_alike():
+def test_the_real_policy_plays_named_frames_first():
     policy = load_policy(bundle.complete(ModelOptions(device="cpu", is_guarded=False)))
     (shown,) = with_statistics_key(generate_frames(1), policy)
     methods = ("autoregressive", "lossless")
@@ -174,7 +174,7 @@ async def test_a_round_that_does_not_end_is_a_hang_however_many_went_before():
     await service.close()
 
 
-def test_the_real_policy_answers_robots_that_come_and_go_as_it_answers_each_alone():
+def test_the_real_policy_answers_robots_as_each_alone():
     options = bundle.complete(ModelOptions(device="cpu", is_guarded=False))
     policy = load_policy(options)
     shown = with_statistics_key(generate_frames(6), policy)

@@ -127,7 +127,7 @@ def test_one_server_may_be_played_thinking_aloud_and_acting_at_once(tmp_path: Pa
     assert aloud.header.options["reasoning"] == "aloud"
 
 
-def test_what_always_thinks_is_asked_for_its_text_and_what_never_does_cannot_be(
+def test_only_a_policy_that_thinks_is_asked_for_its_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with tiny_server() as server:
@@ -171,7 +171,7 @@ def test_a_bug_in_a_policy_is_errored_with_its_last_words(tmp_path: Path) -> Non
     assert "ZeroDivisionError: somebody divided by nothing" in record.error
 
 
-def test_a_server_that_refuses_our_kind_of_request_stops_the_evaluation_at_once(
+def test_a_refused_kind_of_request_stops_the_evaluation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with tiny_server() as server:
@@ -181,7 +181,7 @@ def test_a_server_that_refuses_our_kind_of_request_stops_the_evaluation_at_once(
     assert _run(tmp_path).records == ()
 
 
-def test_an_episode_whose_physics_explodes_is_errored_and_the_others_are_played(
+def test_an_episode_with_exploding_physics_is_errored(
     tmp_path: Path,
 ) -> None:
     code = main(
@@ -313,7 +313,7 @@ def test_results_of_other_options_are_not_mixed(
     assert (tmp_path / "point_world-lossless" / "episodes.jsonl").read_bytes() == content
 
 
-def test_an_assets_folder_that_cannot_be_used_is_an_error_before_the_first_episode(
+def test_an_unusable_assets_folder_is_an_error_at_the_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--assets", str(tmp_path), "--out", str(tmp_path / "out")]

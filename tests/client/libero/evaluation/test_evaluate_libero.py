@@ -20,7 +20,7 @@ ON_STAND_INS = ("--assets", str(stand_ins()))
 SOUP, MILK = (find_task("libero_object", number).instruction for number in (0, 7))
 
 
-def test_frames_and_actions_are_the_same_in_every_run_with_one_worker_and_with_two(
+def test_runs_are_the_same_with_one_and_two_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two trials of a task: one worker meets them one after the other, two share them."""
@@ -63,7 +63,7 @@ def test_assets_the_policy_was_not_trained_on_are_named() -> None:
     assert re.match(r".*real 4a83e826.* stand-in \w{8}", warning)
 
 
-def test_a_suite_the_policy_knows_nothing_of_is_refused_where_trained_tasks_are_wanted() -> None:
+def test_trained_tasks_of_an_unknown_suite_are_refused() -> None:
     info = replace(INFO, instructions=(MILK,))
     with pytest.raises(SelectionError, match="no task of libero_goal"):
         plan_runs(read_options(["libero_goal", "--tasks", "trained", *ON_STAND_INS]), info)

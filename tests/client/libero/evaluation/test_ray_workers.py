@@ -138,7 +138,7 @@ def _kill_one_that_plays(scene: Scene) -> None:
 
 
 @pytest.mark.timeout(600)  # Ray starts eight processes, and on a busy machine slowly
-def test_two_workers_on_ray_play_what_one_process_plays_although_one_is_killed(
+def test_ray_workers_play_what_one_process_plays(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("ray", reason="needs Ray: make install-ray")

@@ -98,7 +98,7 @@ def test_chunks_act_at_the_steps_they_were_meant_for() -> None:
     assert played.log.held_steps == 0
 
 
-def test_the_arm_holds_where_a_chunk_is_used_up_and_the_gripper_stays_as_it_was() -> None:
+def test_the_arm_holds_where_a_chunk_is_used_up() -> None:
     played = _play([0.04, 0.26], chunk_length=2, step_limit=9)
     assert played.executed == [WAITING, 10, 10, *[WAITING] * 5, 12]
     assert all(action[6] == 0.0 for action in played.log.actions[1:])

@@ -32,7 +32,7 @@ def _frames(one: EpisodeRecord, step_limit: int = LIMIT) -> list[Image]:
     return list(draw_frames(one, IMAGES, step_limit))
 
 
-def test_every_frame_the_policy_saw_is_drawn_and_the_last_one_stays_for_a_second() -> None:
+def test_every_frame_is_drawn_and_the_last_stays_a_second() -> None:
     frames = _frames(_record())
     assert len(frames) == 5 + VIDEO_FPS - 1
     assert all(frame.shape == (SIZE[1], SIZE[0], 3) for frame in frames)
@@ -99,7 +99,7 @@ TEXT = (
 )
 
 
-def test_what_a_policy_writes_is_below_the_panel_and_what_it_points_at_in_the_picture() -> None:
+def test_reasoning_stands_below_the_panel_and_boxes_in_the_picture() -> None:
     plain = _record()
     thinking = [
         _record(answers=tuple(replace(one, reasoning=TEXT.format(move)) for one in plain.answers))

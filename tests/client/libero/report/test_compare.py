@@ -59,7 +59,7 @@ def test_phases_follow_the_gripper_commands():
     assert phases_of(actions).index(ArmPhase.PLACE) == 50
 
 
-def test_one_unit_of_translation_is_fifty_millimetres_and_one_of_rotation_half_a_radian():
+def test_one_unit_is_50_mm_or_half_a_radian():
     first, second = np.zeros((2, 7)), np.zeros((2, 7))
     second[0, 1], second[1, 4] = 1.0, 1.0
     assert millimetres_apart(first, second) == pytest.approx([50.0, 0.0])

@@ -221,7 +221,7 @@ def test_the_page_is_whole_and_loads_nothing(run: RunResults, tmp_path: Path) ->
         assert expected in shown
 
 
-def test_a_page_of_several_runs_compares_each_with_the_baseline_and_tells_what_differs(
+def test_a_page_compares_each_run_with_the_baseline(
     tmp_path: Path,
 ) -> None:
     runs = tmp_path / "runs"

@@ -239,7 +239,7 @@ def test_a_disk_that_is_gone_is_said_so_and_keeps_what_it_has(tmp_path: Path) ->
     assert [one.key.trial for one in load_run(tmp_path).records] == [0]
 
 
-def test_a_packed_copy_that_is_older_than_the_episodes_is_refused_and_nothing_is_lost(
+def test_an_older_packed_copy_is_refused(
     tmp_path: Path,
 ) -> None:
     """`gzip -k` during a run, then the same command: the copy used to take the episodes' place."""

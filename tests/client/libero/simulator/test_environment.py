@@ -224,7 +224,7 @@ def test_assets_that_lack_a_file_are_an_error_that_names_it(tmp_path):
         LiberoEnvironment(find_task(*TASK), settings)
 
 
-def test_nothing_is_asked_on_the_terminal_printed_or_written_to_the_home_folder(tmp_path):
+def test_nothing_is_written_to_the_home_folder_or_asked(tmp_path):
     home, cache = tmp_path / "home", tmp_path / "cache"
     home.mkdir()
     program = (

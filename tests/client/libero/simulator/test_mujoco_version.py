@@ -41,7 +41,7 @@ def test_other_contacts_are_named_and_their_suite_refused(version: str):
     assert refused_suites(SUITES, version) == ["libero_spatial"]
 
 
-def test_an_evaluation_of_a_suite_that_is_upset_is_refused_on_real_assets_alone(tmp_path: Path):
+def test_a_suite_upset_by_mujoco_is_refused_on_real_assets(tmp_path: Path):
     for name in REQUIRED_FOLDERS:
         (tmp_path / name).mkdir()
     real = EnvironmentSettings(assets_folder=tmp_path)

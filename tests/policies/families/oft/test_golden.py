@@ -245,7 +245,7 @@ def test_states_are_normalised_to_the_last_bit_and_cut_off(case: OftCase) -> Non
     assert np.abs(found).max() <= 1.0
 
 
-def test_a_state_that_never_changes_in_the_data_is_normalised_as_in_the_original() -> None:
+def test_a_constant_state_is_normalised_as_in_the_original() -> None:
     stored = golden_oft.conventions()["proprio_normalisation"]
     low, high = (np.array(stored["stats"][row]) for row in QUANTILES)
     assert (low == high).any()
