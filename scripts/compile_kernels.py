@@ -92,11 +92,11 @@ def compile_variant(variant: Variant) -> Resources:
         {"num_stages": STAGES, "num_warps": variant.num_warps},
     )
     built = triton.compile(variant.source(), target=target, options=options)
-    said = _assemble(built.asm["ptx"])
-    registers = re.search(r"Used (\d+) registers", said)
+    report = _assemble(built.asm["ptx"])
+    registers = re.search(r"Used (\d+) registers", report)
     if registers is None:
-        raise RuntimeError(f"ptxas said nothing of registers: {said!r}")
-    spills = re.findall(r"(\d+) bytes spill", said)
+        raise RuntimeError(f"ptxas said nothing of registers: {report!r}")
+    spills = re.findall(r"(\d+) bytes spill", report)
     return Resources(int(registers[1]), sum(map(int, spills)), built.metadata.shared)
 
 

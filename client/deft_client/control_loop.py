@@ -374,7 +374,7 @@ class ControlLoop:
     def _watch(self) -> None:
         """Stop the arm where no command comes, and try again where that fails."""
         is_stalled = is_stopped = False
-        told = ""
+        logged = ""
         while not self._stopping.wait(self._settings.period_s / 4):
             since_s = time.monotonic() - self._commanded_at
             if since_s < self._settings.watchdog_s:
@@ -389,6 +389,6 @@ class ControlLoop:
                     self._arm.stop()
                     is_stopped = True
                 except BaseException as error:  # noqa: BLE001  whatever it is, the arm must stop
-                    if repr(error) != told:
-                        told = repr(error)
-                        logger.error("the arm could not be stopped, trying again: %s", told)
+                    if repr(error) != logged:
+                        logged = repr(error)
+                        logger.error("the arm could not be stopped, trying again: %s", logged)

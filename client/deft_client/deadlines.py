@@ -126,7 +126,7 @@ class _Stream(httpcore.NetworkStream):
 
 
 def _addresses(host: str, port: int, timeout: float | None) -> list[str]:
-    """Return the addresses of a host. The system cannot be told when to stop looking for them,
+    """Return the addresses of a host. The system has no time limit for looking them up,
     so a thread that nobody waits for any longer does it."""
     found: queue.SimpleQueue[list[str] | OSError] = queue.SimpleQueue()
 

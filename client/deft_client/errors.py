@@ -11,7 +11,7 @@ DeftError
 │   ├── ServerUnreachableError      the connection could not be made, or broke
 │   │   └── WrongServerError        no host of that name, or a certificate that is not trusted
 │   └── AnswerTimeoutError          connected, but the answer took too long
-└── ProblemError                    the server answered, and said why it could not help
+└── ProblemError                    the server answered with a problem document
     ├── RefusedRequestError         400, 408, 413, 415, 422: send something else
     ├── AccessDeniedError           401, 403
     ├── UnknownEndpointError        404, 405, 421
@@ -89,7 +89,7 @@ class Problem:
 
 
 class ProblemError(DeftError):
-    """The server answered, and said why it could not help; the attributes are `Problem`'s."""
+    """The server answered with a problem document; the attributes are `Problem`'s."""
 
     def __init__(self, problem: Problem) -> None:
         culprit = f" (field {problem.field})" if problem.field else ""
@@ -162,5 +162,5 @@ def problem_error(problem: Problem) -> ProblemError:
     """Return the exception that stands for a problem."""
     if problem.type == NO_ACTION:
         return NoActionError(problem)
-    told = (kind for kind, statuses in _ERRORS.items() if problem.status in statuses)
-    return next(told, ServerFaultError)(problem)
+    kinds = (kind for kind, statuses in _ERRORS.items() if problem.status in statuses)
+    return next(kinds, ServerFaultError)(problem)

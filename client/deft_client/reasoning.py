@@ -63,13 +63,13 @@ def parse_reasoning(text: str) -> Reasoning:
     """Take a text apart."""
     parts, boxes, gripper = [], list[Box](), tuple[tuple[int, int], ...]()
     for tag, start, stop in find_parts(text):
-        said = text[start:stop].strip()
-        if said or tag != FIRST_TAG:
-            parts.append(Part(tag, said))
+        words = text[start:stop].strip()
+        if words or tag != FIRST_TAG:
+            parts.append(Part(tag, words))
         if tag == "VISIBLE OBJECTS":
-            boxes += _boxes(said)
+            boxes += _boxes(words)
         elif tag == "GRIPPER POSITION":
-            gripper = _points(said) or gripper
+            gripper = _points(words) or gripper
     return Reasoning(tuple(parts), tuple(boxes), gripper)
 
 

@@ -167,8 +167,8 @@ class PassTrace:
 class DecodeTrace:
     """Everything that happened while one action was decoded.
 
-    A pass checked drafts if it had any guesses; accepted and committed lengths are told of those
-    passes alone, wherever they are averaged. `num_passes` counts every pass. A loop may go on
+    A pass checked drafts if it had any guesses. Averages of accepted and committed lengths are over
+    those passes alone. `num_passes` counts every pass. A loop may go on
     behind the action, so that what passes committed adds up to more than `tokens`.
     """
 
@@ -179,7 +179,7 @@ class DecodeTrace:
     passes: Sequence[PassTrace]
     guard: str = ""  # why the never-slower guard chose this method; empty when it did not act
     rule: str = ""  # the acceptance rule with its numbers; empty where nothing was ever drafted
-    plan: str = ""  # which of the method's plans was used: what a replay has to be told
+    plan: str = ""  # which of the method's plans was used; a replay needs it
     parts: tuple[int, ...] = ()  # tokens of each part of a reasoning: see `reasoning.part_costs`
 
     @property

@@ -99,8 +99,8 @@ class ResultsFolder:
         """Which were played in closed loop, and on which assets."""
         runs = self._runs[played.FOLDER].values()
         counts = sorted({len(run.records) for run in runs})
-        told = sorted({f"{run.header.suite}, assets {run.header.assets}" for run in runs})
-        return f"{' or '.join(map(str, counts))} a row of {'; '.join(told)}" if counts else "none"
+        places = sorted({f"{run.header.suite}, assets {run.header.assets}" for run in runs})
+        return f"{' or '.join(map(str, counts))} a row of {'; '.join(places)}" if counts else "none"
 
     def rows_of(self, table: Table) -> list[RowResults]:
         """The rows that have lines; of frames only those with all that the baseline answered."""
@@ -241,13 +241,13 @@ def _table(results: ResultsFolder, table: Table) -> str:
     rows = results.rows_of(table)
     cells = [[one.row.name, *(cell_of(key, one)[0] for key in table.measures)] for one in rows]
     columns, cells = without_empty(["", *map(heading_of, table.measures)], cells)
-    said = [*_conclusions(rows)] if "points" in table.measures else []
+    notes = [*_conclusions(rows)] if "points" in table.measures else []
     if any(find_measure(name)[0].is_time for name in table.measures):
-        said += _said_of_times(rows)
+        notes += _said_of_times(rows)
     parts = [
         markdown_table(columns, cells).rstrip(),
         table.note.strip(),
-        "\n".join(f"- {one}" for one in said),
+        "\n".join(f"- {one}" for one in notes),
     ]
     if table.published is not None:
         parts.append(f"Published ({table.published.where}). {table.published.differs.strip()}")
@@ -351,8 +351,8 @@ def check(path: Path) -> list[str]:
     if not inside or (path / FACTS).exists():
         return list(_check_folder(ResultsFolder(path)))
     pages = quoting_pages(path)
-    found = [f"{one.name}: {said}" for one in inside for said in _check_folder(ResultsFolder(one))]
-    return found + [said for page in pages for said in check(page)]
+    found = [f"{one.name}: {note}" for one in inside for note in _check_folder(ResultsFolder(one))]
+    return found + [note for page in pages for note in check(page)]
 
 
 def quoting_pages(results: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""The flag by which every command that reads a data set is told what the data set leaves open."""
+"""Flags for what a data set leaves open, for every command that reads one."""
 
 from argparse import ArgumentParser, Namespace
 

@@ -238,9 +238,9 @@ def _episode_statistics(
     for name, images in pictures.items():
         stride = max(1, len(images) // _SAMPLED_PICTURES)
         chosen = np.stack(images[::stride])
-        told = _statistics(chosen.reshape(-1, 3) / 255.0, len(chosen))
-        shaped = {key: value[:, None, None] for key, value in told.items() if key != "count"}
-        found[name] = {**told, **shaped}
+        numbers = _statistics(chosen.reshape(-1, 3) / 255.0, len(chosen))
+        shaped = {key: value[:, None, None] for key, value in numbers.items() if key != "count"}
+        found[name] = {**numbers, **shaped}
     return found
 
 
@@ -268,8 +268,8 @@ def _write_meta(
     for row, statistics in zip(progress.episodes, progress.statistics, strict=True):
         columns = {
             f"stats/{feature}/{name}": value.tolist()
-            for feature, told in statistics.items()
-            for name, value in told.items()
+            for feature, numbers in statistics.items()
+            for name, value in numbers.items()
         }
         rows.append({**row, **columns})
     parquet.write_table(arrow.Table.from_pylist(rows), episodes)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 NORMAL_97_5 = 1.959963984540054  # the normal quantile behind a two-sided 95% interval
-LEAST_EPISODES = 5  # from which a speed may be told
+LEAST_EPISODES = 5  # the fewest for a speed-up
 _RESAMPLES = 2000
 
 

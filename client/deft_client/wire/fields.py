@@ -1,4 +1,4 @@
-"""Kinds of values: what a field of a message may hold, said once for reading it and for OpenAPI.
+"""Kinds of values: what a field of a message may hold, for reading it and for OpenAPI.
 
 Untrusted values are read limits first, and every complaint names its field. Knows nothing of
 observations or actions; `messages` says which fields there are.

@@ -58,10 +58,10 @@ def array(
         return values
 
     def schema(limits: WireLimits) -> Json:
-        told: Json = {"type": "number"}
+        schema: Json = {"type": "number"}
         for _ in axes:
-            told = {"type": "array", "items": told, "maxItems": max_values(limits)}
-        return told
+            schema = {"type": "array", "items": schema, "maxItems": max_values(limits)}
+        return schema
 
     return Kind(read, schema)
 

@@ -109,8 +109,8 @@ def decode_problem(status: int, data: bytes, retry_after_s: float | None = None)
     """Return why a request could not be answered, whatever the body is."""
     title = f"HTTP {status}"
     try:
-        said = {"title": title, **as_map(load(data, _OF_PROBLEMS), "body"), "status": status}
-        problem = PROBLEM.read(said, "", Terms(is_json=True))
+        values = {"title": title, **as_map(load(data, _OF_PROBLEMS), "body"), "status": status}
+        problem = PROBLEM.read(values, "", Terms(is_json=True))
     except WireError:
         problem = Problem(status, title, _words_of(status, data))
     return problem if retry_after_s is None else replace(problem, retry_after_s=retry_after_s)

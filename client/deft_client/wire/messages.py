@@ -144,9 +144,9 @@ def answer_fields(chunk: ActionChunk, message_id: str | None = None) -> Json:
 
 
 def trace_fields(trace: DecodeTrace) -> Json:
-    """Return a trace as a map; clients of before there were parts are told of none.
+    """Return a trace as a map, without `parts` where there are none: older clients know no parts.
 
-    Of a long text's wide passes only what was accepted is told: a message has its limits.
+    Of a long text's wide passes only the accepted nodes are listed: a message has its limits.
     """
     passes = trace.passes
     if sum(len(one.tokens) for one in passes) > _MOST_NODES:

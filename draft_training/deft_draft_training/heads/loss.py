@@ -58,8 +58,8 @@ def head_losses(
     first = _terms(guesses[0], wanted, logits, truth, config)
     total, weight = first["loss"], 1.0
     for step in range(1, min(config.test_steps, batch.num_guesses)):
-        told = guess(*batch.going_on(guesses))
-        guesses.append(told[:, -batch.num_guesses :])
+        continued = guess(*batch.going_on(guesses))
+        guesses.append(continued[:, -batch.num_guesses :])
         weight *= config.step_decay
         # The first guesses of a step have nothing to go on from.
         further = _terms(guesses[-1][:, step:], wanted[:, step:], logits, truth[:, step:], config)
@@ -97,8 +97,8 @@ def _terms(
 ) -> dict[str, Tensor]:
     """Mean losses of a batch, and how often the head's first choice is the target's."""
     regression = F.smooth_l1_loss(guesses.float(), wanted.float())
-    said = logits(guesses).float()
-    log_draft, target = said.log_softmax(dim=-1), truth.softmax(dim=-1)
+    drafted = logits(guesses).float()
+    log_draft, target = drafted.log_softmax(dim=-1), truth.softmax(dim=-1)
     distillation = -(target * log_draft).sum(dim=-1).mean()
     distance = earth_movers(log_draft.exp(), target).mean()
     return {
@@ -108,7 +108,7 @@ def _terms(
         "regression": regression,
         "distillation": distillation,
         "distance": distance,
-        "agreement": (said.argmax(dim=-1) == truth.argmax(dim=-1)).float().mean(),
+        "agreement": (drafted.argmax(dim=-1) == truth.argmax(dim=-1)).float().mean(),
     }
 
 
@@ -122,7 +122,7 @@ def medusa_losses(
     head k (0-based) foresees a_{j+k+2}; what lies behind the action carries no loss.
     """
     num_positions, num_heads = states.shape[1:3]
-    said = logits(states).float().log_softmax(dim=-1)
+    drafted = logits(states).float().log_softmax(dim=-1)
     total, weight_sum = states.new_zeros(()), 0.0
     for head in range(num_heads):
         usable = min(num_positions, tokens.shape[1] - head - 1)
@@ -131,7 +131,7 @@ def medusa_losses(
         truth = tokens[:, head + 1 : head + 1 + usable]
         inside = actions.contains(truth)  # heads draft action tokens alone
         columns = torch.where(inside, truth - actions.first, 0)
-        losses = -said[:, :usable, head].gather(2, columns[:, :, None])[:, :, 0]
+        losses = -drafted[:, :usable, head].gather(2, columns[:, :, None])[:, :, 0]
         total = total + decay**head * (losses * inside).sum() / inside.sum().clamp(min=1)
         weight_sum += decay**head
     return total / max(weight_sum, 1e-9)

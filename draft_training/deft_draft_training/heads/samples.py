@@ -77,12 +77,12 @@ class HeadBatch:
         num, count = len(guesses), self.num_guesses
         steps = torch.arange(count, device=self.first.device)
         places = self.first[:, None] + steps
-        told = [torch.cat((one[:, :1], one[:, :-1]), dim=1).to(self.hidden) for one in guesses]
+        before = [torch.cat((one[:, :1], one[:, :-1]), dim=1).to(self.hidden) for one in guesses]
         embeds = self.at_guesses(self.embeds)
         every = torch.arange(self.hidden.shape[1], device=places.device)
         return (
             torch.cat((self.embeds, *[embeds] * num), dim=1),
-            torch.cat((self.hidden, *told), dim=1),
+            torch.cat((self.hidden, *before), dim=1),
             self._chains(num, places, every),
             torch.cat((every.expand(len(places), -1), *[places] * num), dim=1),
         )

@@ -90,8 +90,8 @@ def write_report(runs: Sequence[RunResults], out: Path, episode: str | None = No
 def _speed_lines(views: Sequence[View]) -> Iterator[str]:
     for view in views:
         if view.speedup is not None and view.comparison is not None:
-            said = view.speedup.sentence(view.name, view.comparison.first)
-            yield f"{said} {view.comparison.sentences}\n"
+            sentence = view.speedup.sentence(view.name, view.comparison.first)
+            yield f"{sentence} {view.comparison.sentences}\n"
 
 
 def _write_picture(path: Path, views: Sequence[View]) -> None:

@@ -1,4 +1,4 @@
-"""Plays episodes inside a worker process: what it is told, and what it reports back."""
+"""Plays episodes inside a worker process: the messages it gets and sends."""
 
 import time
 import uuid

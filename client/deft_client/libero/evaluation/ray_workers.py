@@ -125,7 +125,7 @@ class RayActors:
         return self._handles[-1]
 
     def wait(self, timeout_s: float) -> Sequence[ActorHandle]:
-        """Wait for something to be said."""
+        """Wait for a message."""
         self._handles = [one for one in self._handles if not one.is_ended]
         coming = {one.coming: one for one in self._handles}
         try:

@@ -1,4 +1,4 @@
-"""An episode as an MP4: what the policy saw, what it was told, and how its tokens came about.
+"""An episode as an MP4: what the policy saw, the instruction, and how its tokens came about.
 
 Drawn after the episode, so that drawing takes no time while latency is measured.
 """
@@ -153,9 +153,9 @@ def _draw_reasoning(draw: ImageDraw.ImageDraw, found: Reasoning) -> None:
         x, y = points[0]  # where it is; a policy may foresee nothing
         draw.ellipse((x - 5, y - 5, x + 5, y + 5), fill=_GRIPPER)
     for number, tag in enumerate(_TOLD):
-        said = next((one.text for one in found.parts if one.tag == tag), "")
+        part = next((one.text for one in found.parts if one.tag == tag), "")
         place = (16, SIZE[1] + number * _LINE)
-        draw.text(place, _cut(draw, f"{tag}: {said}", 15), fill=_INK, font=_font(15))
+        draw.text(place, _cut(draw, f"{tag}: {part}", 15), fill=_INK, font=_font(15))
 
 
 def _cut(draw: ImageDraw.ImageDraw, text: str, size: int) -> str:

@@ -310,7 +310,7 @@ def _records_of(views: Sequence[View], key: TrialKey | None) -> list[tuple[View,
 
 
 def _action_plots(drawn: Sequence[tuple[View, EpisodeRecord]]) -> list[LinePlot]:
-    """What the robot was told in one episode, a plot per dimension, a line per run."""
+    """The commands of one episode, a plot per dimension, a line per run."""
     plots = []
     for dimension, name in enumerate(_DIMENSIONS if drawn else ()):
         lines = [
@@ -326,8 +326,8 @@ def _action_plots(drawn: Sequence[tuple[View, EpisodeRecord]]) -> list[LinePlot]
 
 def _doubts(views: Sequence[View]) -> list[str]:
     """One of each kind."""
-    said = [one for view in views if view.speedup for one in view.speedup.doubts]
-    return list({one.partition(" (")[0]: one for one in said}.values())
+    doubts = [one for view in views if view.speedup for one in view.speedup.doubts]
+    return list({one.partition(" (")[0]: one for one in doubts}.values())
 
 
 def _is_told(view: View) -> bool:

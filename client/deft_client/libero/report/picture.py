@@ -54,7 +54,7 @@ class Racer:
         """Whether there are texts to show."""
         return any(one.reasoning for one in self.record.answers)
 
-    def said(self, step: int) -> str:
+    def words(self, step: int) -> str:
         """What it was about to do by the last text before a step."""
         texts = [one.reasoning for one in self.record.answers if one.used_step <= step]
         parts = parse_reasoning(texts[-1]).parts if texts else ()
@@ -125,7 +125,7 @@ def _draw_panel(
     )
     for place, anchor, text, size, colour in (
         ((6, _SIDE + 6), "la", name, _size_of(name, 19), _INK),
-        ((6, _SIDE + 32), "la", racer.said(step), _size_of(racer.said(step), 16), _MUTED),
+        ((6, _SIDE + 32), "la", racer.words(step), _size_of(racer.words(step), 16), _MUTED),
         ((6, base), "ls", time, 26, ink),
         ((_SIDE - 6, base), "rs", state, 18, muted),
     ):

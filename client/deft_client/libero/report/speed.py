@@ -12,7 +12,7 @@ _ALIKE = ("pacing", "policy")  # options without which two times have nothing in
 
 
 def decoding_of(run: RunResults) -> str:
-    """The name of the decoding method, without its knobs; empty where nobody said."""
+    """The name of the decoding method, without its knobs; empty where it is unknown."""
     header = run.header
     text = header.options.get("decoding") or header.server.get("decoding", "")
     return text.partition(":")[0]

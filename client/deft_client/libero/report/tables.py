@@ -47,7 +47,7 @@ def markdown_tables(
 def other_starts(runs: Sequence[RunResults], names: Sequence[str]) -> list[str]:
     """A sentence for every run whose judged starts are not those of all runs of its suite."""
     starts = [{one.key for one in run.records if one.outcome.is_judged} for run in runs]
-    said = []
+    notes = []
     for run, name, own in zip(runs, names, starts, strict=True):
         suite = run.header.suite
         peers = [
@@ -55,11 +55,11 @@ def other_starts(runs: Sequence[RunResults], names: Sequence[str]) -> list[str]:
         ]
         shared = set.intersection(*peers)
         if own and own != shared:
-            said.append(
+            notes.append(
                 f"{name}: {len(own)} starts, of which all runs of {suite} have {len(shared)}; its "
                 "success is compared on shared starts alone, in the pairs"
             )
-    return said
+    return notes
 
 
 def episodes_csv(runs: Iterable[RunResults]) -> str:

@@ -50,7 +50,7 @@ def test_what_a_run_says_it_is_about_to_do_stands_below(tmp_path: Path) -> None:
     first, *later = one.answers
     first = replace(first, reasoning="PLAN: all SUBTASK: reach it MOVE: right ACTION:")
     racer = Racer(run, replace(one, answers=(first, *later)), run.folder / one.video)
-    assert [racer.said(step) for step in (0, 1)] == ["reach it", ""]
+    assert [racer.words(step) for step in (0, 1)] == ["reach it", ""]
     silent, thinking = (
         next(draw_race([each], ["slow"])) for each in (Racer(run, one, racer.path), racer)
     )
