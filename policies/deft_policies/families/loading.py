@@ -1,16 +1,13 @@
 """From options to a policy, and the one place where a model's family is found."""
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from deft_client.types import ActOptions, Observation
-from deft_policies.base import ActRequest, Finding, Verdict
+from deft_policies.base import Finding, Verdict
 from deft_policies.checkpoint.draft_heads import is_medusa, load_head, load_medusa
 from deft_policies.checkpoint.memory import check_memory, find_free_bytes
 from deft_policies.checkpoint.open import CheckpointSource, locate_checkpoint
@@ -22,14 +19,14 @@ from deft_policies.decoding.target import Target, self_draft_target
 from deft_policies.errors import CheckpointError, PolicyError
 from deft_policies.families.ecot import EcotFamily
 from deft_policies.families.family import Family, TokenModel
-from deft_policies.families.network import DTYPES, choose_device, choose_precision, may_choose
+from deft_policies.families.network import DTYPES, choose_device, choose_precision
 from deft_policies.families.oft.family import OftFamily
 from deft_policies.families.openvla import OpenVLA, OpenVLAFamily
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy, choose_method
 from deft_policies.families.target import VlaTarget
 from deft_policies.families.vla0.family import Vla0Family
-from deft_policies.model.formats import Precision, Quantization
+from deft_policies.model.formats import Quantization
 from deft_policies.model.quantization import check_quantization
 from deft_policies.model.statistics import find_statistics_key
 
@@ -38,7 +35,6 @@ _GIB = 1024**3
 # On a CPU, passes of narrower decoders are so short that threads gain little by sharing one; and
 # where other work wants the cores, they wait for each other many times longer than they compute.
 _WIDE = 1024
-_TIMED_ANSWERS = 5
 # In the order in which they are asked whether files are theirs; the last one takes what is left.
 FAMILIES: tuple[type[Family], ...] = (Vla0Family, EcotFamily, OftFamily, OpenVLAFamily)
 
@@ -68,26 +64,16 @@ def open_model(options: ModelOptions) -> Family:
 
 def load_policy(options: ModelOptions) -> VlaPolicy:
     """Load what the options name; what needs no weights to be checked is checked before them."""
-    device = choose_device(options.device)
-    if not may_choose(options, device):
-        return _load_in(options, *choose_precision(options, device))
-    policies = [_load_in(options, one, "") for one in Precision]
-    answer_ms = [_time_answer(one) for one in policies]
-    spent = ", ".join(
-        f"{one.value} {ms:.1f} ms" for one, ms in zip(Precision, answer_ms, strict=True)
-    )
-    fastest = policies[answer_ms.index(min(answer_ms))]
-    fastest.reason_for_dtype = f"an answer takes {spent}"
-    return fastest
-
-
-def _load_in(options: ModelOptions, precision: Precision, reason: str) -> VlaPolicy:
     method = choose_method(options)
     _check_draft_files(options)
-    device, dtype = choose_device(options.device), DTYPES[precision]
-    check_quantization(options.quantization, device, dtype)
+    device = choose_device(options.device)
+    if options.precision is not None:
+        check_quantization(options.quantization, device, DTYPES[options.precision])
     family = open_model(options)
     _choose_threads(options, device, family)
+    precision, reason = choose_precision(options, device, family.config)
+    dtype = DTYPES[precision]
+    check_quantization(options.quantization, device, dtype)
     keys = tuple(family.config.statistics)
     if options.statistics_key is not None:
         find_statistics_key(keys, options.statistics_key)
@@ -112,7 +98,7 @@ def _load_in(options: ModelOptions, precision: Precision, reason: str) -> VlaPol
     policy.reason_for_dtype = reason
     if isinstance(model, TokenModel):
         equality = model.target.describe_equality()
-        _log.info("%s; answers of exact methods: %s", precision.value, equality)
+        _log.info("%s (%s); answers of exact methods: %s", precision.value, reason, equality)
     return policy
 
 
@@ -122,20 +108,6 @@ def _choose_threads(options: ModelOptions, device: torch.device, family: Family)
         torch.set_num_threads(options.num_threads)
     elif device.type == "cpu" and family.config.llm.width < _WIDE:
         torch.set_num_threads(1)
-
-
-def _time_answer(policy: VlaPolicy) -> float:
-    """Milliseconds of an answer to a black frame by the method that is served, once it is warm."""
-    info, key = policy.info, policy.info.statistics_keys[0]
-    black = np.zeros((info.image_height, info.image_width, 3), np.uint8)
-    observation = policy.model.complete(Observation(black, "move"))
-    request = ActRequest(observation, options=ActOptions(statistics_key=key))
-    took_s = []
-    for _ in range(_TIMED_ANSWERS):
-        started = time.perf_counter()
-        policy.act([request])
-        took_s.append(time.perf_counter() - started)
-    return 1e3 * min(took_s)
 
 
 def load_float32_twin(options: ModelOptions) -> VlaPolicy:
@@ -230,9 +202,10 @@ def _examine_device(options: ModelOptions) -> Finding:
 
 def _examine_memory(family: Family, options: ModelOptions) -> Finding:
     device = choose_device(options.device)
-    dtype = DTYPES[choose_precision(options, device)[0]]
-    need = check_memory(family.places, device, dtype, options.quantization)
-    return Finding("memory", Verdict.GOOD, f"needs about {need / _GIB:.1f} GiB on {device}")
+    precision, reason = choose_precision(options, device, family.config)
+    need = check_memory(family.places, device, DTYPES[precision], options.quantization)
+    text = f"needs about {need / _GIB:.1f} GiB on {device} in {precision.value} ({reason})"
+    return Finding("memory", Verdict.GOOD, text)
 
 
 def _examine_statistics(family: Family, options: ModelOptions) -> Finding:

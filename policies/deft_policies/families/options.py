@@ -65,6 +65,7 @@ class ModelOptions:
     """Which model, and how it runs. None leaves the choice to device, checkpoint or family."""
 
     name: str | None = None  # what the policy calls itself; None: as its family
+    usual_precision: Precision | None = None  # what its files ask for where --dtype does not
     family: str | None = _flag(
         "--family",
         choices=FAMILY_NAMES,
@@ -86,7 +87,9 @@ class ModelOptions:
     )
     device: str | None = _flag("--device", help="cpu, cuda, cuda:1; default: cuda if there is one")
     precision: Precision | None = _flag(
-        "--dtype", read=Precision, help="default: bfloat16 on a GPU"
+        "--dtype",
+        read=Precision,
+        help="default: bfloat16 on a GPU; on a CPU float32, or bfloat16 where it is found faster",
     )
     quantization: Quantization = _flag(
         "--quantization", Quantization.NONE, help="weight-only, of the decoder's matrices"

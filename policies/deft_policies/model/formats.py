@@ -17,8 +17,3 @@ class Quantization(Enum):
     INT8 = "int8"
     INT4 = "int4"
     FP8 = "fp8"
-
-
-# Whether a CPU may choose bfloat16 by itself, where it multiplies that natively and is faster with
-# it. Off until enough pairs of episodes have shown that a policy succeeds as often with it.
-CPU_CHOOSES_FORMAT = False

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from deft_policies.errors import PolicyError
 from deft_policies.families.options import ModelOptions
-from deft_policies.model.formats import CPU_CHOOSES_FORMAT, Precision
+from deft_policies.model.formats import Precision
 
 FOLDER = Path(__file__).parent
 CHECKPOINT = FOLDER / "checkpoint"
@@ -28,5 +28,5 @@ def complete(options: ModelOptions) -> ModelOptions:
         checkpoint=str(CHECKPOINT),
         statistics_key=options.statistics_key or STATISTICS_KEY,
         draft_heads=options.draft_heads or HEADS,
-        precision=options.precision or (None if CPU_CHOOSES_FORMAT else Precision.FLOAT32),
+        usual_precision=Precision.FLOAT32,
     )

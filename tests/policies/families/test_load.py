@@ -15,12 +15,13 @@ from deft_policies.benchmark.roofline import WeightBytes
 from deft_policies.checkpoint.draft_heads import save_medusa
 from deft_policies.decoding.drafts.retrieval import RetrievalIndex, save_index
 from deft_policies.errors import CheckpointError, DeviceError, PolicyError, RequestError
-from deft_policies.families import loading, network
+from deft_policies.families import network
 from deft_policies.families.loading import load_float32_twin, load_policy
 from deft_policies.families.options import ModelOptions, add_flags, read_flags
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.draft_heads import MedusaHeads
 from deft_policies.model.formats import Precision, Quantization
+from deft_policies.model.sizes import LlamaSizes
 from tests import golden
 from tests.policies.decoding.scripts import METHODS
 
@@ -260,20 +261,40 @@ def test_small_models_take_one_thread_unless_told_otherwise() -> None:
         torch.set_num_threads(before)
 
 
-def test_a_cpu_may_take_the_faster_format(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Off by default; then the format with the faster answers is served, and the reason given."""
+def test_a_cpu_takes_bfloat16_where_it_is_clearly_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     options = replace(RANDOM, precision=None)
-    assert load_policy(options).info.details["dtype"] == "float32"
-    monkeypatch.setattr(network, "CPU_CHOOSES_FORMAT", True)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    for answer_ms, faster in (([3.0, 2.0], "bfloat16"), ([2.0, 3.0], "float32")):
-        times = iter(answer_ms)
-        monkeypatch.setattr(loading, "_time_answer", lambda policy, times=times: next(times))
+    monkeypatch.setattr(network, "multiplies_bfloat16", lambda: True)
+    for bfloat16_ms, faster in ((2.6, "bfloat16"), (2.8, "float32"), (4.0, "float32")):
+        ms = {torch.float32: 3.0, torch.bfloat16: bfloat16_ms}
+        monkeypatch.setattr(network, "_answer_ms", lambda sizes, dtype, *_, ms=ms: ms[dtype])
+        network.find_faster.cache_clear()
         details = load_policy(options).info.details
         assert details["dtype"] == faster
-        assert details["dtype chosen"].startswith("an answer takes float32 ")
-    as_asked = load_policy(replace(options, precision=Precision.FLOAT32)).info.details
-    assert (as_asked["dtype"], as_asked["dtype chosen"]) == ("float32", "as asked for")
+        assert f"float32 3.0 ms, bfloat16 {bfloat16_ms} ms" in details["dtype chosen"]
+    network.find_faster.cache_clear()
+
+
+def test_both_formats_are_timed_on_layers_of_the_same_sizes() -> None:
+    sizes = LlamaSizes(
+        64, width=16, mlp_width=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8
+    )
+    for is_plain in (True, False):
+        precision, reason = network.find_faster(sizes, is_plain)
+        assert precision in Precision
+        assert reason.startswith("2 of 2 layers took float32 ")
+
+
+def test_info_says_who_asked_for_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "multiplies_bfloat16", lambda: False)
+    options = replace(RANDOM, precision=None)
+    asked = {
+        "as asked for": replace(options, precision=Precision.FLOAT32),
+        "as the policy's files ask": replace(options, usual_precision=Precision.FLOAT32),
+        "the default on a CPU": options,
+    }
+    for reason, one in asked.items():
+        details = load_policy(one).info.details
+        assert (details["dtype"], details["dtype chosen"]) == ("float32", reason)
 
 
 def test_info_tells_how_far_exact_methods_answer_as_plain_decoding_does() -> None:
