@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from scripts.check_deadlines import judge
+from tests.check_deadlines import judge
 
 STOPPED_S = 7.0  # for three seconds
 
