@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,13 +22,26 @@ Config = TypeVar("Config")
 def load_config(kind: type[Config], path: Path | None, overrides: Sequence[str] = ()) -> Config:
     """Read a configuration from TOML, then apply `section.key=value` overrides.
 
-    Without a path the defaults are the starting point. An override's value is read as TOML and,
-    where that fails, taken as text.
+    What a group does not name keeps the value that this kind of configuration gives it. An
+    override's value is read as TOML and, where that fails, taken as text.
     """
     table = _read(path) if path else {}
     for override in overrides:
         _apply(table, override)
+    for one in fields(kind):  # type: ignore[arg-type]
+        default = one.default if one.default_factory is MISSING else one.default_factory()
+        if is_dataclass(default) and isinstance(table.get(one.name), dict):
+            table[one.name] = _merged(plain(default), table[one.name])
     return build_config(kind, table)
+
+
+def _merged(defaults: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of the table, and those of the defaults that it does not name."""
+    merged = {**defaults, **table}
+    for name, value in table.items():
+        if isinstance(value, dict) and isinstance(defaults.get(name), dict):
+            merged[name] = _merged(defaults[name], value)
+    return merged
 
 
 def build_config(kind: type[Config], table: Mapping[str, Any]) -> Config:

@@ -46,6 +46,17 @@ def test_overrides_win_over_the_file(tmp_path):
     assert loaded == Outer(5, Inner(0.25), Colour.BLUE, "/a")
 
 
+@dataclass(frozen=True)
+class Recipe:
+    deep: Outer = field(default_factory=lambda: Outer(7, Inner(0.1, ("a",))))
+
+
+def test_a_group_named_in_part_keeps_the_rest_of_its_own_defaults():
+    """Once `deep.inner.rate` alone reset `deep.inner.names` to what any `Inner` has."""
+    loaded = load_config(Recipe, None, ["deep.inner.rate=0.2"])
+    assert loaded == Recipe(Outer(7, Inner(0.2, ("a",))))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
