@@ -21,7 +21,6 @@ Times are seconds on any one monotonic clock.
 """
 
 from collections import Counter
-from dataclasses import dataclass
 
 from deft_server.errors import DeadlineError, OverloadedError
 from deft_server.serving.admission import Admission
@@ -31,23 +30,20 @@ from deft_server.serving.turns import TurnOrder
 KEPT_PART = 8  # of the line, one part is kept for frames in a hurry and for owners without any
 
 
-@dataclass(frozen=True)
-class QueueRules:
-    """The bounds of the queue."""
-
-    max_batch: int = 8
-    max_waiting: int = 64
-    patience_s: float = 2.0
-    num_replicas: int = 1
-
-
 class FrameQueue:
     """The frames that wait; `admission` has those that are with the policy."""
 
-    def __init__(self, rules: QueueRules) -> None:
-        self.admission = Admission(rules.max_batch, rules.num_replicas, rules.patience_s)
-        self._rules = rules
-        self._turns = TurnOrder(rules.patience_s)
+    def __init__(
+        self,
+        max_batch: int = 8,
+        max_waiting: int = 64,
+        patience_s: float = 2.0,
+        num_replicas: int = 1,
+    ) -> None:
+        self.admission = Admission(max_batch, num_replicas, patience_s)
+        self._max_waiting = max_waiting
+        self._patience_s = patience_s
+        self._turns = TurnOrder(patience_s)
         self._frames: dict[Request, None] = {}  # as they came
         self._sessions: dict[str, Request] = {}  # what waits of each session
         self._staying: Counter[str] = Counter()  # those of each owner that may overfill the line
@@ -72,7 +68,7 @@ class FrameQueue:
         has_place = older is not None and older.stays_until_s is None
         if not has_place and frame.stays_until_s is None and self._is_full_for(frame):
             raise self.refusal(now_s)
-        frame.due_s = frame.deadline_s if frame.has_deadline else now_s + self._rules.patience_s
+        frame.due_s = frame.deadline_s if frame.has_deadline else now_s + self._patience_s
         if older is not None:
             frame.due_s = min(frame.due_s, older.due_s)
             self.remove(older)
@@ -162,7 +158,7 @@ class FrameQueue:
         )
 
     def _is_full_for(self, frame: Request) -> bool:
-        max_waiting = self._rules.max_waiting
+        max_waiting = self._max_waiting
         others_staying = sum(self._staying.values()) - self._staying[frame.owner]
         taken = len(self._frames) - others_staying
         if taken >= max_waiting:

@@ -15,7 +15,7 @@ from deft_server.serving.hang_watch import HangWatch
 from deft_server.serving.hosting import HostedPolicy, NewHost, PolicyHost
 from deft_server.serving.lifecycle import Readiness, Reloads, ServerPhase
 from deft_server.serving.metrics import Metrics
-from deft_server.serving.queue import FrameQueue, QueueRules
+from deft_server.serving.queue import FrameQueue
 from deft_server.serving.request import Failure, Outcome, Request
 from deft_server.settings import Settings, SettingsError
 
@@ -35,8 +35,8 @@ class Scheduler:
         self, new_host: NewHost, settings: Settings, readiness: Readiness, metrics: Metrics
     ) -> None:
         self.policy: HostedPolicy | None = None
-        rules = QueueRules(settings.max_batch, settings.max_waiting, settings.patience_ms / 1000)
-        self.queue = FrameQueue(rules)
+        patience_s = settings.patience_ms / 1000
+        self.queue = FrameQueue(settings.max_batch, settings.max_waiting, patience_s)
         self.on_loaded: Callable[[HostedPolicy], None] = lambda _: None
         self.on_ready: Callable[[], None] = lambda: None
         self.on_fatal: Callable[[ServerPhase], None] = lambda _: None

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deft_server.errors import DeadlineError
-from deft_server.serving.queue import FrameQueue, QueueRules
+from deft_server.serving.queue import FrameQueue
 from deft_server.serving.request import Request
 from tests.server.serving.queued import queued
 
@@ -44,7 +44,7 @@ class Fleet:
     def __init__(
         self, robots: Sequence[Robot], price: Price, max_batch: int = 8, seed: int = 0
     ) -> None:
-        self.queue = FrameQueue(QueueRules(max_batch=max_batch))
+        self.queue = FrameQueue(max_batch=max_batch)
         self.queue.admission.joins_midway = True
         self.fates = {one.name: Counter[str]() for one in robots}
         self.most_texts = 0

@@ -8,15 +8,15 @@ import pytest
 
 from deft_server.errors import DeadlineError, OverloadedError
 from deft_server.serving.admission import Company
-from deft_server.serving.queue import FrameQueue, QueueRules
+from deft_server.serving.queue import FrameQueue
 from deft_server.serving.request import Request
 from tests.server.serving.queued import numbers, queued
 
-RULES = QueueRules(max_batch=2, max_waiting=6, patience_s=0.2)
+RULES = {"max_batch": 2, "max_waiting": 6, "patience_s": 0.2}
 
 
-def queue_with(*frames: Request, rules: QueueRules = RULES) -> FrameQueue:
-    queue = FrameQueue(rules)
+def queue_with(*frames: Request) -> FrameQueue:
+    queue = FrameQueue(**RULES)
     for frame in frames:
         queue.offer(frame, frame.arrived_s)
     return queue
@@ -73,13 +73,13 @@ def test_deadlines_without_end_do_not_starve_a_frame_without():
         finish(queue, batch, at_s + 0.05, 0.05)
         if 0 in numbers(batch):
             break
-    assert at_s <= RULES.patience_s
+    assert at_s <= RULES["patience_s"]
 
 
 def test_deadlines_are_met_beside_a_hundred_busy_sessions():
     """Once 118 of 192 such frames were refused or late: a frame without a deadline that was due
     went before them, and there were always enough of those."""
-    queue, fates = FrameQueue(QueueRules(max_batch=8)), Counter[str]()
+    queue, fates = FrameQueue(max_batch=8), Counter[str]()
     number = itertools.count()
     for turn in range(200):
         at_s = turn * 0.05  # a batch takes 50 ms
@@ -103,7 +103,7 @@ def test_deadlines_are_met_beside_a_hundred_busy_sessions():
 
 
 def test_an_owner_that_asks_for_more_than_its_share_does_not_push_another_out():
-    queue, answered = FrameQueue(QueueRules(max_batch=2)), Counter[str]()
+    queue, answered = FrameQueue(max_batch=2), Counter[str]()
     number = itertools.count()
     for turn in range(200):
         at_s = turn * 0.02
@@ -122,7 +122,7 @@ def test_an_owner_that_asks_for_more_than_its_share_does_not_push_another_out():
 
 
 def test_idle_time_earns_no_credit_and_time_alone_no_debt():
-    queue = FrameQueue(QueueRules(max_batch=1))
+    queue = FrameQueue(max_batch=1)
     number = itertools.count()
     for turn in range(100):
         queue.offer(queued(next(number), "a", turn, owner="alone"), turn)
@@ -139,7 +139,7 @@ def test_idle_time_earns_no_credit_and_time_alone_no_debt():
 
 
 def test_the_last_eighth_is_for_deadlines_and_new_owners():
-    queue = FrameQueue(QueueRules(max_waiting=16))
+    queue = FrameQueue(max_waiting=16)
     for n in range(14):
         queue.offer(queued(n, f"s{n}", 0.0, owner="greedy"), 0.0)
     with pytest.raises(OverloadedError):
@@ -172,7 +172,7 @@ def test_nothing_starts_while_a_batch_is_with_the_policy():
 
 
 def test_a_lone_session_never_waits_for_company():
-    queue = FrameQueue(RULES)
+    queue = FrameQueue(**RULES)
     for turn in range(5):
         at_s = turn * 0.06
         queue.offer(queued(turn, "only", at_s), at_s)
@@ -222,7 +222,7 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once():
 
 def test_a_passed_deadline_is_refused_without_measurements():
     with pytest.raises(DeadlineError):
-        FrameQueue(RULES).offer(queued(1, "a", 0.0, deadline_s=0.01), 0.02)
+        FrameQueue(**RULES).offer(queued(1, "a", 0.0, deadline_s=0.01), 0.02)
 
 
 def test_a_frame_that_waited_too_long_is_dropped_before_its_batch_starts():
@@ -270,7 +270,7 @@ def answered(queue: FrameQueue, frame: Request, service_s: float) -> float:
 
 def test_a_strangers_long_prompts_cost_nobody_a_deadline():
     """A frame's time is what its own flow has cost: 2,000 tokens of somebody else's are not its."""
-    queue, now_s = FrameQueue(QueueRules()), 0.0
+    queue, now_s = FrameQueue(), 0.0
     for n in range(20):
         now_s = answered(queue, queued(2 * n, "stranger", now_s), 1.0)
         now_s = answered(queue, queued(2 * n + 1, "robot", now_s, now_s + 0.1), 0.05)
@@ -283,7 +283,7 @@ def test_a_strangers_long_prompts_cost_nobody_a_deadline():
 
 
 def test_a_flow_that_was_slow_once_is_tried_again_though_others_go_on():
-    queue = FrameQueue(QueueRules())
+    queue = FrameQueue()
     now_s = answered(queue, queued(0, "robot", 0.0), 5.0)  # a compilation, say
     for number in range(1, 30):
         now_s = answered(queue, queued(number, "other", now_s), 0.05)

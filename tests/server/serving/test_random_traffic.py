@@ -1,17 +1,16 @@
 """The rules of the queue all at once, against random traffic."""
 
 import math
-from dataclasses import replace
 
 from hypothesis import settings, strategies
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from deft_server.errors import DeadlineError, OverloadedError
-from deft_server.serving.queue import FrameQueue, QueueRules
+from deft_server.serving.queue import FrameQueue
 from deft_server.serving.request import Request
 from tests.server.serving.queued import number_of, queued
 
-RULES = QueueRules(max_batch=2, max_waiting=6, patience_s=0.2)
+RULES = {"max_batch": 2, "max_waiting": 6, "patience_s": 0.2}
 
 FLOWS = strategies.sampled_from("abcdefgh")
 STEPS_S = strategies.floats(0.0001, 0.05)
@@ -20,11 +19,11 @@ STEPS_S = strategies.floats(0.0001, 0.05)
 class Traffic(RuleBasedStateMachine):
     """Random frames, waits, answers and departures; every frame's fate is accounted for."""
 
-    rules_in_force = RULES
+    num_replicas = 1
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = FrameQueue(self.rules_in_force)
+        self.queue = FrameQueue(**RULES, num_replicas=self.num_replicas)
         self.flying: list[Request] = []
         self.now_s = 100.0
         self.count = 0
@@ -52,7 +51,7 @@ class Traffic(RuleBasedStateMachine):
             superseded = self.queue.offer(frame, self.now_s)
         except OverloadedError:
             assert not stays
-            assert num_bound + self.num_staying(owner) >= RULES.max_waiting
+            assert num_bound + self.num_staying(owner) >= RULES["max_waiting"]
             return
         except DeadlineError:
             assert frame.deadline_s < math.inf
@@ -75,9 +74,8 @@ class Traffic(RuleBasedStateMachine):
 
     @rule()
     def start(self) -> None:
-        rules = self.rules_in_force
-        num_free = rules.max_batch * rules.num_replicas - len(self.flying)
-        was_busy = num_free < (1 if self.queue.admission.joins_midway else rules.max_batch)
+        num_free = RULES["max_batch"] * self.num_replicas - len(self.flying)
+        was_busy = num_free < (1 if self.queue.admission.joins_midway else RULES["max_batch"])
         aloft = {one.flow for one in self.flying if one.is_session}
         chosen, expired = self.queue.next_batch(self.now_s)
         for frame in expired:
@@ -88,7 +86,7 @@ class Traffic(RuleBasedStateMachine):
             assert was_busy or is_dear or not {one.flow for one in self.waiting.values()} - aloft
             return
         assert not was_busy
-        assert len(chosen) <= min(num_free, RULES.max_batch)
+        assert len(chosen) <= min(num_free, RULES["max_batch"])
         for frame in chosen:
             assert self.waiting.pop(number_of(frame)) is frame
             assert frame.deadline_s > self.now_s
@@ -122,11 +120,11 @@ class Traffic(RuleBasedStateMachine):
     @invariant()
     def nothing_is_lost_or_doubled(self) -> None:
         assert len(self.queue) == len(self.waiting)
-        assert self.num_bound() <= RULES.max_waiting
+        assert self.num_bound() <= RULES["max_waiting"]
         sessions = [one.flow for one in self.waiting.values() if one.is_session]
         assert len(sessions) == len(set(sessions))
         flying = [one.flow for one in self.queue.admission.in_flight if one.is_session]
-        most = RULES.max_batch * self.rules_in_force.num_replicas
+        most = RULES["max_batch"] * self.num_replicas
         assert len(flying) == len(set(flying)) <= most
 
     @invariant()
@@ -138,7 +136,7 @@ class Traffic(RuleBasedStateMachine):
 class ReplicatedTraffic(Traffic):
     """The same with three replicas, which end in any order."""
 
-    rules_in_force = replace(RULES, num_replicas=3)
+    num_replicas = 3
 
 
 class SteppedTraffic(Traffic):

@@ -5,14 +5,14 @@ import math
 import pytest
 
 from deft_server.errors import DeadlineError
-from deft_server.serving.queue import FrameQueue, QueueRules
+from deft_server.serving.queue import FrameQueue
 from deft_server.serving.request import Request
 from tests.server.serving.queued import numbers, queued
 from tests.server.serving.test_queue import finish, start
 
 
 def replicated(num_replicas: int, *frames: Request) -> FrameQueue:
-    queue = FrameQueue(QueueRules(max_batch=1, max_waiting=6, num_replicas=num_replicas))
+    queue = FrameQueue(max_batch=1, max_waiting=6, num_replicas=num_replicas)
     for frame in frames:
         queue.offer(frame, frame.arrived_s)
     return queue

@@ -11,7 +11,7 @@ from deft_policies.base import ActAnswer, Policy
 from deft_policies.errors import DeviceError, RequestError
 from deft_policies.memory import SessionMemory
 from deft_server.errors import PolicyFailedError
-from deft_server.serving.queue import FrameQueue, QueueRules
+from deft_server.serving.queue import FrameQueue
 from deft_server.serving.request import Failure, Request
 from deft_server.serving.rounds import Rounds
 from deft_server.serving.sessions import RobotSession
@@ -279,7 +279,7 @@ class SteppedTraffic(RuleBasedStateMachine):
         super().__init__()
         self.policy = SteppedFake()
         self.rounds = Rounds(self.policy)
-        self.queue = FrameQueue(QueueRules(max_batch=PLACES, max_waiting=64))
+        self.queue = FrameQueue(max_batch=PLACES, max_waiting=64)
         self.queue.admission.joins_midway = True
         self.now_s = 100.0
         self.flying: list[Request] = []

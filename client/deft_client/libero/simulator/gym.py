@@ -1,7 +1,7 @@
 """LIBERO's tasks behind Gymnasium's interface, for programs that were written against it.
 
 Pictures are upright and actions are in robosuite's dialect, -1 to 1 with the gripper -1 open and +1
-closed; `conventions.to_robosuite` makes such actions of a policy's answers.
+closed; `deft_client.peers.conventions.to_robosuite` makes such actions of a policy's answers.
 """
 
 from typing import Any
