@@ -1,4 +1,4 @@
-"""What can go wrong while serving, and the one table that says how callers are told.
+"""What can go wrong while serving, and the table of the answers that callers get.
 
 ServerError
 ├── AccessError                 who is asking
@@ -103,7 +103,7 @@ class PolicyFailedError(ServerError):
 
 
 class CallerGoneError(ServerError):
-    """The caller hung up before the answer; nobody is left to be told."""
+    """The caller hung up before the answer; there is nobody to answer."""
 
 
 @dataclass(frozen=True)

@@ -234,8 +234,8 @@ def judge_chain(
 ) -> Finding:
     """Is the chosen chain the nearest, and is the nearest any good?"""
     nearest = min(errors, key=lambda chain: float(errors[chain].mean()))
-    told = ", ".join(f"{chain.value} {errors[chain].mean():.2%}" for chain in errors)
-    text = f"distance to the demonstration, in shares of the range: {told}"
+    distances = ", ".join(f"{chain.value} {errors[chain].mean():.2%}" for chain in errors)
+    text = f"distance to the demonstration, in shares of the range: {distances}"
     if errors[nearest].mean() > _TOO_FAR * never_looking:
         text += f"; always answering its mean action: {never_looking:.2%}. "
         text += "No chain does better: are these episodes of the training, and their units?"

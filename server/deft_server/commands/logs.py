@@ -94,7 +94,7 @@ def start_logging(settings: Settings, stream: TextIO | None = None) -> QueueList
     # What uvicorn says at level info, we say ourselves.
     logging.getLogger("uvicorn").setLevel("DEBUG" if level == "DEBUG" else "WARNING")
     logging.getLogger("uvicorn.error").addFilter(_is_worth_a_line)
-    # It warns of every byte of every broken form; the caller is told, and that is enough.
+    # It warns of every byte of every broken form; the caller gets an error, and that is enough.
     logging.getLogger("python_multipart").setLevel("ERROR")
     listener = QueueListener(queue, handler)
     listener.start()

@@ -1,4 +1,4 @@
-"""`deft serve`: load a policy and answer observations until told to stop."""
+"""`deft serve`: load a policy and answer observations until it is stopped."""
 
 import asyncio
 import ctypes
@@ -128,7 +128,7 @@ def run(app: DeftApp) -> ExitCode:
 
 
 def welcome(info: ServerInfo, settings: Settings, url: str) -> str:
-    """What somebody at a terminal is told once frames are answered."""
+    """What a terminal shows once frames are answered."""
     rows = {"model": f"{info.policy}, answers with {info.action_dim} numbers"}
     known = info.details
     rows |= {name: known[name] for name in ("weights", "device", "dtype") if name in known}
@@ -207,7 +207,7 @@ def _uvicorn_config(app: DeftApp, settings: Settings) -> uvicorn.Config:
 
 
 class _Server(uvicorn.Server):
-    """Stops when told by a signal, or when the policy is beyond help."""
+    """Stops at a signal, or when the policy is beyond help."""
 
     def __init__(self, config: uvicorn.Config, app: DeftApp, url: str) -> None:
         super().__init__(config)
@@ -271,7 +271,7 @@ class _Server(uvicorn.Server):
 def keep_freed_memory() -> bool:
     """Have the allocator keep freed memory: fresh pages for every frame cost more than its copies.
 
-    Returns whether it could be told (glibc only).
+    Returns whether that worked (glibc only).
     """
     mallopt = _of_glibc("mallopt")
     wanted = {

@@ -79,15 +79,19 @@ def read_environment(environment: Mapping[str, str]) -> Source:
 
     DEFT_SERVER_POLICY_OPTIONS holds flags of the policy, quoted as in a shell.
     """
-    said: dict[str, object] = {
+    values: dict[str, object] = {
         name.removeprefix(ENVIRONMENT_PREFIX).lower(): value
         for name, value in environment.items()
         if name.startswith(ENVIRONMENT_PREFIX) and value
     }
-    policy = said.pop("policy", None)
-    options = said.pop(POLICY_OPTIONS, "")
-    _refuse_unknown(said, Settings.model_fields, "the environment")
-    return Source(said, None if policy is None else str(policy), tuple(shlex.split(str(options))))
+    policy = values.pop("policy", None)
+    options = values.pop(POLICY_OPTIONS, "")
+    _refuse_unknown(values, Settings.model_fields, "the environment")
+    return Source(
+        values,
+        None if policy is None else str(policy),
+        tuple(shlex.split(str(options))),
+    )
 
 
 def build_settings(*sources: Mapping[str, object]) -> Settings:
@@ -177,14 +181,14 @@ def read_command(
     for one in (first, parser):
         one.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML")
     path = first.parse_known_args(arguments)[0].config
-    said = read_environment(environment)
+    variables = read_environment(environment)
     file = Source() if path is None else read_file(path)
     parser.epilog = (
         "Every server setting may also be a line of the file, or DEFT_SERVER_NAME in the "
         f"environment. Policies: {', '.join(catalog.CATALOG)}."
     )
     add_flags(parser)
-    flags = [*file.policy_flags, *said.policy_flags, *arguments]
-    policy = parse_command(parser, flags, said.policy or file.policy)
-    settings = build_settings(vars(policy.namespace), said.settings, file.settings)
+    flags = [*file.policy_flags, *variables.policy_flags, *arguments]
+    policy = parse_command(parser, flags, variables.policy or file.policy)
+    settings = build_settings(vars(policy.namespace), variables.settings, file.settings)
     return ServeCommand(policy, settings)

@@ -1,6 +1,6 @@
 """`POST /act` as OpenVLA's `deploy.py` answers it, to the byte; OpenVLA-OFT's form on request.
 
-A legacy client is told of every failure by the JSON text "error" with status 200, because that is
+A legacy client gets the JSON text "error" with status 200 for every failure, because that is
 what it looks for. With the header `X-Deft-Errors: problem` it gets a real status and a reason.
 """
 

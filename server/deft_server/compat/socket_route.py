@@ -97,7 +97,7 @@ def _observation_params(info: ServerInfo) -> Mapping[str, object]:
 
 
 def realtime_metadata(info: ServerInfo) -> bytes:
-    """Return what vLLM-Omni's clients are told first."""
+    """Return the first message to vLLM-Omni's clients."""
     return pack(
         {
             "policy": info.policy,
@@ -176,7 +176,7 @@ class _PeerSocket(RobotSocket):
         return self.hello(self.service.info)
 
     def hello(self, info: ServerInfo) -> bytes:
-        """Return what the clients are told first."""
+        """Return the first message to the clients."""
         return greeting(info, self.session_id, version("deft-vla"))
 
     async def answer(self, data: bytes, arrived_s: float) -> bytes | None:

@@ -307,13 +307,13 @@ class Viewer:
         overview = await feed.overview()
         if feed.history.version == self._sent_version and overview is self._sent_overview:
             return None
-        told = dict(overview) if overview is not self._sent_overview else {}
+        news = dict(overview) if overview is not self._sent_overview else {}
         self._sent_overview = overview
         self._follow()
         self._sent_version = feed.history.version
         if self._session is not None:
-            told["watched"] = await self._watched_news(self._session)
-        return told
+            news["watched"] = await self._watched_news(self._session)
+        return news
 
     def _follow(self) -> None:
         """Find the watched session, which may have begun anew, or one that is alive."""
@@ -352,12 +352,12 @@ def thought_fields(thought: Thought) -> Json:
     before = None if thought.before is None else parse_reasoning(thought.before).parts
     found, trace = parse_reasoning(thought.text), thought.trace
     costs = [] if trace is None else part_costs(trace, thought.text)
-    told = [vars(one) for one in costs if one.tokens]
+    shown = [vars(one) for one in costs if one.tokens]
     parts: list[Json] = [
         {"tag": one.tag, "text": one.text, "before": None if before is None else _said(before, one)}
         for one in found.parts
     ]
-    for part, cost in zip(parts, told, strict=False):
+    for part, cost in zip(parts, shown, strict=False):
         if cost["tag"] == part["tag"]:
             part.update(cost)
     if parts and parts[-1]["tag"] == ACTION and not thought.error:

@@ -367,7 +367,7 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
         if self.close_sent or self.transport.is_closing():
             return
         logger.info("a WebSocket of %s is closed: %s", self._address, reason)
-        if self.conn.state is CONNECTING:  # nothing can be said yet
+        if self.conn.state is CONNECTING:  # nothing can be sent yet
             self.transport.close()
             return
         self.conn.fail(code, reason)

@@ -1,7 +1,7 @@
 """What every request passes before any route sees it, and every error on its way out.
 
 On the way in: a request id, the caller's key, the web origin, the limits of the body. On the way
-out: the request id again, the count, and whatever was raised as problem+json. Work ends for callers
+out: the request id again, the count, and every error as problem+json. Work ends for callers
 who have gone away, or whose API key was taken out of the file. Plain ASGI, because this is on the
 way of every frame.
 """
@@ -98,11 +98,11 @@ class Gate:
         self._service.num_in_hand += 1
         try:
             self._admit(scope, headers)
-            if scope["path"] in FRAME_PATHS:  # others may not exist, which is said of any body
+            if scope["path"] in FRAME_PATHS:  # others may not exist: 404 for any body
                 check_length(headers.get(b"content-length", b""), most)
             await self._app(scope, body, reply)
         except (CallerGoneError, ClientDisconnect):
-            status = 499  # nobody is left to be told
+            status = 499  # there is nobody to answer
         except Exception as error:
             if status:
                 raise
@@ -119,7 +119,7 @@ class Gate:
     ) -> None:
         try:
             self._admit(scope, headers)
-        except Exception as error:  # noqa: BLE001  whatever it is, the caller is told
+        except Exception as error:  # noqa: BLE001  the caller gets the error
             self._count_refusal(scope, error)
             problem = describe(error, HTTPConnection(scope))
             await _refuse_handshake(scope, problem_response(problem), receive, send)

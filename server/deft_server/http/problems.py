@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def describe(error: Exception, connection: HTTPConnection | None = None) -> Problem:
-    """Return what a caller is told of an error, and log it if it is the server's fault.
+    """Return an error as its caller gets it, and log it if it is the server's fault.
 
     An error that nobody foresaw keeps its text to itself.
     """

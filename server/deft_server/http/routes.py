@@ -154,8 +154,8 @@ def build_router(
     async def info() -> Response:
         """Say what is served: policy, action dimension, statistics keys, image size, decoding."""
         served = service.info
-        told = replace(served, details={**served.details, **conventions(served)})
-        return Response(encode_info(told), media_type=CONTENT_TYPE)
+        shown = replace(served, details={**served.details, **conventions(served)})
+        return Response(encode_info(shown), media_type=CONTENT_TYPE)
 
     async def reset_all() -> Response:
         """End every session of every caller; for administrators."""
@@ -180,7 +180,7 @@ class RobotSocket(ABC):
     """A robot's WebSocket: messages in and answers out, strictly alternating, until it leaves.
 
     Made and awaited once per connection, as routes do with a class. What is answered, and how an
-    error is told, is each protocol's own.
+    error is reported, is each protocol's own.
     """
 
     where = "frame"  # what a message is called in errors
@@ -195,7 +195,7 @@ class RobotSocket(ABC):
         self._send = send
 
     async def greeting(self) -> bytes | None:
-        """Return what is said first, if anything is; where it raises, the connection ends."""
+        """Return the first message, if there is one; where it raises, the connection ends."""
         return None
 
     @abstractmethod
@@ -248,7 +248,7 @@ class RobotSocket(ABC):
             answer = await answering
         except CallerGoneError:
             raise
-        except Exception as error:  # noqa: BLE001  whatever it is, the robot is told
+        except Exception as error:  # noqa: BLE001  the robot gets the error
             await self.tell(describe(error, self.connection))
             return False
         if answer is not None:

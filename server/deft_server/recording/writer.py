@@ -225,14 +225,14 @@ def build_recording_router(recording: SessionRecording | None) -> APIRouter:
     """Return the routes around a recording, or those that say how to have one."""
     router = APIRouter()
 
-    def told() -> JSONResponse:
+    def current_status() -> JSONResponse:
         if recording is None:
             return JSONResponse({"is_on": False, "reason": "started without --record"})
         return JSONResponse(asdict(recording.status))
 
     async def status() -> JSONResponse:
         """Say whether frames are recorded, and why not."""
-        return told()
+        return current_status()
 
     async def switch(request: Request) -> JSONResponse:
         """Switch the recording on or off: `{"on": true}`."""
@@ -243,7 +243,7 @@ def build_recording_router(recording: SessionRecording | None) -> APIRouter:
             recording.start()
         else:
             await asyncio.to_thread(recording.stop)
-        return told()
+        return current_status()
 
     path = f"{ADMIN_PREFIX}/recording"
     router.add_api_route(path, status, methods=["GET"])
@@ -253,10 +253,10 @@ def build_recording_router(recording: SessionRecording | None) -> APIRouter:
 
 def _wanted(body: bytes) -> bool:
     try:
-        said = json.loads(body)
+        value = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise MalformedMessageError("body", f"is not JSON: {error}") from None
-    wanted = said.get("on") if isinstance(said, dict) else None
+    wanted = value.get("on") if isinstance(value, dict) else None
     if not isinstance(wanted, bool):
         raise UnusableValueError("on", 'send {"on": true} or {"on": false}')
     return wanted

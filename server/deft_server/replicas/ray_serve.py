@@ -86,9 +86,9 @@ def replicas_wanted(context: Any) -> tuple[int, dict[str, object]]:
 
     Ray calls it with its `AutoscalingContext`, and keeps the answer within the bounds it was given.
     """
-    told = context.aggregated_metrics or {}
-    waiting = max(told.get("waiting", {}).values(), default=0.0)
-    busy = sum(told.get("busy", {}).values())
+    metrics = context.aggregated_metrics or {}
+    waiting = max(metrics.get("waiting", {}).values(), default=0.0)
+    busy = sum(metrics.get("busy", {}).values())
     return math.ceil((busy + waiting) / BUSY_SHARE), {}
 
 
@@ -205,11 +205,11 @@ def import_ray() -> tuple[Any, Any]:
 
 def _reason(error: Exception, is_remote: bool) -> str:
     """Return why a cluster could not be reached; Ray says little where a token is missing."""
-    said = str(error)
+    reason = str(error)
     if not is_remote:
-        return said
+        return reason
     return (
-        f"{said}; where the cluster has a token, this machine needs RAY_AUTH_MODE=token and the "
+        f"{reason}; where the cluster has a token, this machine needs RAY_AUTH_MODE=token and the "
         "token in ~/.ray/auth_token or RAY_AUTH_TOKEN: `ray get-auth-token` prints it on the "
         "cluster's first machine (docs/scaling.md)"
     )

@@ -33,21 +33,23 @@ class FrontState:
 
 
 class Backlogs:
-    """What a replica was told by each front, as long as it is fresh."""
+    """How many batches wait at each front, as long as the number is fresh."""
 
     def __init__(self) -> None:
-        self._told: dict[str, tuple[float, float]] = {}  # batches, and when
+        self._waiting: dict[str, tuple[float, float]] = {}  # batches, and when
 
     def note(self, state: FrontState, now_s: float) -> None:
         """Take in what a front says with a frame."""
-        self._told[state.front] = state.num_batches, now_s
+        self._waiting[state.front] = state.num_batches, now_s
 
     def total(self, now_s: float) -> float:
         """Return the batches that wait at all fronts."""
         fresh = {
-            front: told for front, told in self._told.items() if now_s - told[1] < BACKLOG_FRESH_S
+            front: known
+            for front, known in self._waiting.items()
+            if now_s - known[1] < BACKLOG_FRESH_S
         }
-        self._told = fresh
+        self._waiting = fresh
         return sum(batches for batches, _ in fresh.values())
 
 

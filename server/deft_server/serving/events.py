@@ -1,4 +1,4 @@
-"""What the server tells whoever listens: recording and the dashboard."""
+"""Events for recording and the dashboard."""
 
 import logging
 from collections.abc import Callable
@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class FinishedAction:
-    """One frame and what became of it: an answer, or the error its caller was told of."""
+    """One frame and what became of it: an answer, or the error that its caller got."""
 
     caller: str
     session_id: str | None
@@ -35,7 +35,7 @@ Listen = Callable[[Event], None]
 
 
 class EventBus:
-    """Tells whoever listens of every finished action; costs nothing when nobody does.
+    """Publishes every finished action to its listeners; costs nothing without any.
 
     Recording and the dashboard listen. A listener runs on the event loop and must be quick.
     """

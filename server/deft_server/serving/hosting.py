@@ -63,7 +63,7 @@ class HostedPolicy:
 
 
 class Listener(Protocol):
-    """Who is told, on the event loop, what becomes of a policy and its frames."""
+    """Called on the event loop with what becomes of a policy and its frames."""
 
     @property
     def num_batches_waiting(self) -> float:
@@ -99,7 +99,7 @@ class PolicyHost(Protocol):
     def stop(self, timeout_s: float) -> bool:
         """Finish what is in hand, for so long, and end; return whether the policy ended.
 
-        Blocks. Nothing is told to the listener any more.
+        Blocks. The listener is not called any more.
         """
 
 
@@ -175,8 +175,8 @@ class PolicyThread:
             if ended:
                 self._report(partial(self._listener.round_ended, self, ended, failures))
 
-    def _report(self, tell: Callable[[], None]) -> None:
+    def _report(self, report: Callable[[], None]) -> None:
         try:
-            self._loop.call_soon_threadsafe(tell)
+            self._loop.call_soon_threadsafe(report)
         except RuntimeError:
-            logger.debug("the event loop has ended; nobody is left to tell")
+            logger.debug("the event loop has ended; nobody is left to report to")

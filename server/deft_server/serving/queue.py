@@ -150,7 +150,7 @@ class FrameQueue:
         return admission.free_s(now_s) - now_s + num_batches * each_s
 
     def refusal(self, now_s: float) -> OverloadedError:
-        """Return what a caller is told that finds no place."""
+        """Return the error for a caller that finds no place."""
         retry_after_s = self.clears_in_s(now_s)
         return OverloadedError(
             f"{len(self)} frames are waiting; try again in {retry_after_s * 1000:.0f} ms",

@@ -57,7 +57,7 @@ class Rounds:
                 request.size = max(request.size, len(running))
             if running:
                 self._policy.step(self._first())
-        except (Exception, SystemExit) as error:  # noqa: BLE001  whatever it is, callers hear of it
+        except (Exception, SystemExit) as error:  # noqa: BLE001  callers get the error
             return self._try_again(touched, error)
         failures: list[Failure] = []
         for row in [row for row in running if row.has_ended]:

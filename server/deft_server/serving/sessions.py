@@ -42,7 +42,7 @@ class SessionStore:
     def __init__(
         self, ttl_s: float, max_sessions: int, on_end: Callable[[str, str], None] = lambda *_: None
     ) -> None:
-        """`on_end` is told the caller and id of every session that ends, for whatever reason."""
+        """`on_end` is called with the caller and id of every session that ends."""
         self._on_end = on_end
         self._ttl_s = ttl_s
         self._max_sessions = max_sessions

@@ -20,7 +20,7 @@ from deft_server.app import DeftApp, create_app
 from deft_server.dashboard import pages
 from deft_server.dashboard.history import MAX_SESSIONS, History
 from deft_server.dashboard.pages import MAX_VIEWERS, TOO_MANY, WRONG_KEY, Feed
-from deft_server.http import gate
+from deft_server.http import watches
 from deft_server.settings import Settings
 from tests.server.dashboard.talkative import TalkativePolicy
 from tests.server.dashboard.test_history import finished
@@ -275,7 +275,7 @@ def test_with_keys_the_feed_outlives_the_looks_at_the_key_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The connection has no key of its own: the page sends it in its first message."""
-    monkeypatch.setattr(gate, "RECHECK_S", 0.01)
+    monkeypatch.setattr(watches, "RECHECK_S", 0.01)
     with (
         client_of(keyed_app(tmp_path)) as client,
         client.websocket_connect("/dashboard/feed") as socket,

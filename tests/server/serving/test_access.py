@@ -16,7 +16,7 @@ from deft_policies.constant import ConstantPolicy
 from deft_server.app import create_app
 from deft_server.commands import key as new_key
 from deft_server.errors import ForbiddenError, MissingKeyError, OverloadedError, WrongHostError
-from deft_server.http import gate
+from deft_server.http import watches
 from deft_server.serving import access as access_module
 from deft_server.serving.access import Access, Caller, KeyFileError, read_keys
 from deft_server.settings import Settings
@@ -369,7 +369,7 @@ def test_a_key_that_is_gone_ends_even_the_stream_that_says_nothing(
     keys: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(access_module, "RECHECK_S", 0.0)
-    monkeypatch.setattr(gate, "RECHECK_S", 0.01)
+    monkeypatch.setattr(watches, "RECHECK_S", 0.01)
     with (
         client_of(create_app(FakePolicy(), Settings(keys_file=keys))) as client,
         client.websocket_connect("/v1/stream", headers=bearer(ARM)) as socket,
