@@ -31,7 +31,8 @@ from deft_client import (
     PolicyClient,
 )
 
-# Six motions, of which zero stays, none above 1; and a gripper, which stays as it was.
+# Six motions (zero stays) in the policy's units, and a gripper (its last position stays). LIBERO's
+# motions are at most 1. Where yours are metres, 1.0 is a metre a period: set your arm's limit.
 RULES = ActionRules(
     is_motion=(True,) * 6 + (False,),
     is_switch=(False,) * 6 + (True,),
