@@ -36,7 +36,7 @@ from deft_client.errors import (
     problem_error,
 )
 from deft_client.settings import DEFAULT_URL, ClientSettings, Retries, check_url
-from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo, altered
+from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo, replace_unchecked
 from deft_client.wire import json_codec, msgpack_codec
 from deft_client.wire.messages import ActMessage
 
@@ -115,7 +115,7 @@ class PolicyClient:
         started, settings = time.perf_counter(), self.settings
         options = options or ActOptions()
         gives_up_at = self._gives_up_at(options.deadline_ms)
-        options = altered(options, {"session_id": options.session_id or self.session_id})
+        options = replace_unchecked(options, {"session_id": options.session_id or self.session_id})
         self._warn_of_unread(observation)
         message = ActMessage(observation, options, self._message_id())
         body = msgpack_codec.encode_request(message, settings.image_encoding, settings.jpeg_quality)
@@ -137,7 +137,7 @@ class PolicyClient:
         gives_up_at = self._gives_up_at(options.deadline_ms)
         body = msgpack_codec.encode_requests(
             [
-                ActMessage(one, altered(options, {"session_id": name}))
+                ActMessage(one, replace_unchecked(options, {"session_id": name}))
                 for name, one in observations.items()
             ],
             self._message_id(),
@@ -318,8 +318,8 @@ def authorization(settings: ClientSettings) -> dict[str, str]:
 def timed(chunk: ActionChunk, started: float) -> ActionChunk:
     """Return the chunk with the time since `started` as its round trip."""
     round_trip_ms = 1000 * (time.perf_counter() - started)
-    timings = altered(chunk.timings, {"round_trip_ms": round_trip_ms})
-    return altered(chunk, {"timings": timings})
+    timings = replace_unchecked(chunk.timings, {"round_trip_ms": round_trip_ms})
+    return replace_unchecked(chunk, {"timings": timings})
 
 
 def transport_error(error: httpx.TransportError, url: str) -> TransportError:

@@ -25,7 +25,7 @@ from deft_client.recordings import (
     encode_header,
     encode_step,
 )
-from deft_client.types import ActingPolicy, ActionChunk, ActOptions, Observation, altered
+from deft_client.types import ActingPolicy, ActionChunk, ActOptions, Observation, replace_unchecked
 from deft_client.wire.images import ImageEncoding
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,11 @@ class Recorder:
         chunk = self._policy.act(observation, options)
         options = options or ActOptions()
         session_id = options.session_id or self.session_id
-        step = (_copy(observation), options, altered(chunk, {"actions": chunk.actions.copy()}))
+        step = (
+            _copy(observation),
+            options,
+            replace_unchecked(chunk, {"actions": chunk.actions.copy()}),
+        )
         self._later(partial(self._append, time.monotonic(), session_id, *step))
         return chunk
 
@@ -175,4 +179,4 @@ def _copy(observation: Observation) -> Observation:
         "cameras": cameras,
         "state": None if state is None else state.copy(),
     }
-    return altered(observation, changes)
+    return replace_unchecked(observation, changes)

@@ -26,7 +26,7 @@ from deft_client.wire.fields import (
     MAX_DECODABLE_PIXELS,
     Json,
     Kind,
-    Terms,
+    ReadContext,
     WireLimits,
     as_map,
     constant,
@@ -191,7 +191,7 @@ def _read_header(file: BinaryIO, path: Path) -> EpisodeHeader:
     if isinstance(payload, Ending):
         raise RecordingError(f"{path}: the header is {payload.value}; there is nothing to read")
     try:
-        return _HEADER.read(_entries(payload, path), "", Terms(_LIMITS))
+        return _HEADER.read(_entries(payload, path), "", ReadContext(_LIMITS))
     except WireError as error:
         raise RecordingError(f"{path}: the header is unusable: {error}") from error
 
@@ -226,6 +226,6 @@ def _read_step(entries: dict[Any, object], path: Path) -> RecordedStep | None:
     if entries.get("kind") == "end":
         return None
     try:
-        return _STEP.read(entries, "", Terms(_LIMITS))
+        return _STEP.read(entries, "", ReadContext(_LIMITS))
     except WireError as error:
         raise RecordingError(f"{path}: a step is unusable: {error}") from error

@@ -12,7 +12,7 @@ Image = NDArray[np.uint8]  # [height, width, 3], RGB, upright as a person would 
 RecordT = TypeVar("RecordT")
 
 
-def altered(record: RecordT, changes: Mapping[str, object]) -> RecordT:
+def replace_unchecked(record: RecordT, changes: Mapping[str, object]) -> RecordT:
     """Return a dataclass with other values in some fields, which it does not check.
 
     For what is done to every frame: `dataclasses.replace` takes many times as long.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from deft_client.errors import WireError
-from deft_client.wire.fields import Terms, record_of
+from deft_client.wire.fields import ReadContext, record_of
 from deft_draft_training.errors import ConfigError
 
 if sys.version_info >= (3, 11):
@@ -47,7 +47,7 @@ def _merged(defaults: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, 
 def build_config(kind: type[Config], table: Mapping[str, Any]) -> Config:
     """Build a dataclass from plain values, checking every key and type."""
     try:
-        return record_of(kind).read(table, "", Terms())
+        return record_of(kind).read(table, "", ReadContext())
     except (WireError, ValueError) as error:
         raise ConfigError(f"configuration: {error}") from error
 

@@ -25,7 +25,7 @@ from deft_client.wire.fields import (
     MAX_MAP_ENTRIES,
     NAME,
     SENTENCE,
-    Terms,
+    ReadContext,
     WireLimits,
     brief,
 )
@@ -124,12 +124,12 @@ def read_actions(value: object, field: str, num_axes: int) -> NDArray[np.float64
 
 def read_text(value: object, field: str, limits: WireLimits) -> str:
     """Return the instruction."""
-    return SENTENCE.read(value, field, Terms(limits))
+    return SENTENCE.read(value, field, ReadContext(limits))
 
 
 def read_name(value: object, field: str, limits: WireLimits) -> str | None:
     """Return a short name, or None where there is none."""
-    return None if value is None else NAME.read(value, field, Terms(limits))
+    return None if value is None else NAME.read(value, field, ReadContext(limits))
 
 
 def read_cameras(value: object, limits: WireLimits) -> dict[str, object]:

@@ -15,7 +15,7 @@ from deft_client.peers.arrays import (
 from deft_client.types import Observation
 from deft_client.wire.fields import (
     Kind,
-    Terms,
+    ReadContext,
     WireLimits,
     as_map,
     record_of,
@@ -69,10 +69,10 @@ def looks_like_message(value: object) -> bool:
 
 def read_message(value: object) -> Message:
     """Return an unpacked frame as a message, or raise `WireError`."""
-    return _MESSAGE.read(as_map(value, "frame"), "", Terms())
+    return _MESSAGE.read(as_map(value, "frame"), "", ReadContext())
 
 
-def _read_payload(value: object, where: str, terms: Terms) -> Mapping[str, object]:
+def _read_payload(value: object, where: str, context: ReadContext) -> Mapping[str, object]:
     payload = as_map(value, where)
     if not all(isinstance(name, str) for name in payload):
         raise unusable(where, "a map with text keys", value)

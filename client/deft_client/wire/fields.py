@@ -60,7 +60,7 @@ EnumT = TypeVar("EnumT", bound=Enum)
 
 
 @dataclass
-class Terms:
+class ReadContext:
     """How one message is read: in JSON, bytes are base64 and arrays may be lists of numbers."""
 
     limits: WireLimits = DEFAULT_LIMITS
@@ -72,21 +72,21 @@ class Terms:
 class Kind(Generic[T]):
     """What a field may hold.
 
-    `read` takes a value, the name of its field and the terms, and raises `WireError` for what
+    `read` takes a value, the name of its field and the context, and raises `WireError` for what
     cannot be used. `schema` is the JSON schema of what `read` takes.
     """
 
-    read: Callable[[object, str, Terms], T]
+    read: Callable[[object, str, ReadContext], T]
     schema: Callable[[WireLimits], Json]
 
 
 def text(max_chars: Limit) -> Kind[str]:
     """Return the kind of a string of valid Unicode."""
 
-    def read(value: object, where: str, terms: Terms) -> str:
+    def read(value: object, where: str, context: ReadContext) -> str:
         if not isinstance(value, str):
             raise unusable(where, "text", value)
-        most = max_chars(terms.limits)
+        most = max_chars(context.limits)
         if len(value) > most:
             raise MessageTooLargeError(where, f"{len(value)} characters; at most {most} are taken")
         if not value.isascii() and printable(value) != value:
@@ -99,7 +99,7 @@ def text(max_chars: Limit) -> Kind[str]:
 def whole(low: int = -(2**63), high: int = 2**63 - 1) -> Kind[int]:
     """Return the kind of an integer between two bounds, both included."""
 
-    def read(value: object, where: str, terms: Terms) -> int:
+    def read(value: object, where: str, context: ReadContext) -> int:
         if type(value) is not int or not low <= value <= high:
             raise unusable(where, f"an integer from {low} to {high}", value)
         return value
@@ -111,7 +111,7 @@ def number(most: float = math.inf) -> Kind[float]:
     """Return the kind of a finite number; with `most`, of one above 0 and at most that."""
     bounds = {} if most == math.inf else {"exclusiveMinimum": 0, "maximum": most}
 
-    def read(value: object, where: str, terms: Terms) -> float:
+    def read(value: object, where: str, context: ReadContext) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise unusable(where, "a number", value)
         if not abs(value) < math.inf or abs(value) > _MAX_FLOAT:
@@ -127,7 +127,7 @@ def word(words: type[EnumT]) -> Kind[EnumT]:
     """Return the kind of a word that an enumeration lists; reading it gives the member."""
     members = {one.value: one for one in words}
 
-    def read(value: object, where: str, terms: Terms) -> EnumT:
+    def read(value: object, where: str, context: ReadContext) -> EnumT:
         if not isinstance(value, str) or value not in members:
             raise unusable(where, f"one of {', '.join(members)}", value)
         return members[value]
@@ -138,7 +138,7 @@ def word(words: type[EnumT]) -> Kind[EnumT]:
 def constant(only: str) -> Kind[str]:
     """Return the kind of a word that is always the same."""
 
-    def read(value: object, where: str, terms: Terms) -> str:
+    def read(value: object, where: str, context: ReadContext) -> str:
         if value != only:
             raise unusable(where, only, value)
         return only
@@ -149,13 +149,13 @@ def constant(only: str) -> Kind[str]:
 def list_of(kind: Kind[T]) -> Kind[tuple[T, ...]]:
     """Return the kind of a list, no longer than the longest list of a trace."""
 
-    def read(value: object, where: str, terms: Terms) -> tuple[T, ...]:
+    def read(value: object, where: str, context: ReadContext) -> tuple[T, ...]:
         if not isinstance(value, list):
             raise unusable(where, "a list", value)
-        most = terms.limits.max_trace_values
+        most = context.limits.max_trace_values
         if len(value) > most:
             raise MessageTooLargeError(where, f"{len(value)} items; at most {most} are taken")
-        return tuple(kind.read(one, f"{where}[{at}]", terms) for at, one in enumerate(value))
+        return tuple(kind.read(one, f"{where}[{at}]", context) for at, one in enumerate(value))
 
     return Kind(read, lambda limits: {"type": "array", "items": kind.schema(limits)})
 
@@ -163,10 +163,10 @@ def list_of(kind: Kind[T]) -> Kind[tuple[T, ...]]:
 def map_of(kind: Kind[T]) -> Kind[dict[str, T]]:
     """Return the kind of a map from texts; entries whose name is none are passed over."""
 
-    def read(value: object, where: str, terms: Terms) -> dict[str, T]:
+    def read(value: object, where: str, context: ReadContext) -> dict[str, T]:
         entries = as_map(value, where)
         names = [name for name in entries if isinstance(name, str)]
-        return {name: kind.read(entries[name], f"{where}.{name}", terms) for name in names}
+        return {name: kind.read(entries[name], f"{where}.{name}", context) for name in names}
 
     return Kind(
         read, lambda limits: {"type": "object", "additionalProperties": kind.schema(limits)}
@@ -187,7 +187,7 @@ def record(
     """
     needed = [name for name in kinds if name not in optional]
 
-    def read(value: object, where: str, terms: Terms) -> T:
+    def read(value: object, where: str, context: ReadContext) -> T:
         entries = as_map(value, where or "body")
         prefix = f"{where}." if where else ""
         values = {}
@@ -196,7 +196,7 @@ def record(
                 raise MalformedMessageError(prefix + name, "missing")
             entry = entries[name]
             if entry is not None or name in needed:
-                values[name] = kinds[name].read(entry, prefix + name, terms)
+                values[name] = kinds[name].read(entry, prefix + name, context)
         for name in () if is_open else filterfalse(kinds.__contains__, entries):
             label = printable((name if isinstance(name, str) else repr(name))[:64])
             close = get_close_matches(label, kinds, n=1)
@@ -302,17 +302,17 @@ def decode_base64(text: str) -> bytes:
     return b64decode(text, validate=True)
 
 
-def _read_flag(value: object, where: str, terms: Terms) -> bool:
+def _read_flag(value: object, where: str, context: ReadContext) -> bool:
     if not isinstance(value, bool):
         raise unusable(where, "true or false", value)
     return value
 
 
-def _read_binary(value: object, where: str, terms: Terms) -> bytes:
+def _read_binary(value: object, where: str, context: ReadContext) -> bytes:
     if isinstance(value, bytes):
         return value
-    if not terms.is_json or not isinstance(value, str):
-        raise unusable(where, "base64 text" if terms.is_json else "bytes", value)
+    if not context.is_json or not isinstance(value, str):
+        raise unusable(where, "base64 text" if context.is_json else "bytes", value)
     try:
         return decode_base64(value)
     except ValueError as error:

@@ -26,7 +26,7 @@ from deft_client.wire.fields import (
     Json,
     Kind,
     Limit,
-    Terms,
+    ReadContext,
     WireLimits,
     brief,
     constant,
@@ -45,11 +45,11 @@ def array(
     """Return the kind of an array: `{dtype, shape, data}`, in JSON also one list or one of rows."""
     parts = array_parts(dtype, max_values)
 
-    def read(value: object, where: str, terms: Terms) -> NDArray[Any]:
-        if terms.is_json and isinstance(value, list):
-            values = _read_rows(value, dtype, max_values(terms.limits), where)
+    def read(value: object, where: str, context: ReadContext) -> NDArray[Any]:
+        if context.is_json and isinstance(value, list):
+            values = _read_rows(value, dtype, max_values(context.limits), where)
         else:
-            values = parts.read(value, where, terms)
+            values = parts.read(value, where, context)
         if values.ndim != len(axes):
             shape = list(values.shape)
             raise UnusableValueError(where, f"must be [{', '.join(axes)}], got {shape}")
@@ -70,8 +70,8 @@ def array_parts(dtype: str, max_values: Limit) -> Kind[NDArray[Any]]:
     """Return the kind of an array of any number of axes as `{dtype, shape, data}`; read-only."""
     layout = np.dtype(dtype).newbyteorder("<")
 
-    def limited_shape(value: object, where: str, terms: Terms) -> list[int]:
-        shape, most = read_shape(value, where), max_values(terms.limits)
+    def limited_shape(value: object, where: str, context: ReadContext) -> list[int]:
+        shape, most = read_shape(value, where), max_values(context.limits)
         if math.prod(shape) > most:
             raise MessageTooLargeError(where, f"{shape} is beyond the {most} values that are taken")
         return shape
@@ -83,8 +83,8 @@ def array_parts(dtype: str, max_values: Limit) -> Kind[NDArray[Any]]:
     }
     parts: Kind[Json] = record(dict, kinds)
 
-    def read(value: object, where: str, terms: Terms) -> NDArray[Any]:
-        found = parts.read(value, where, terms)
+    def read(value: object, where: str, context: ReadContext) -> NDArray[Any]:
+        found = parts.read(value, where, context)
         return array_over(found["data"], layout, found["shape"], f"{where}.data")
 
     return Kind(read, parts.schema)

@@ -16,7 +16,7 @@ from deft_client.wire.fields import (
     DEFAULT_LIMITS,
     Json,
     Kind,
-    Terms,
+    ReadContext,
     WireLimits,
     as_map,
     unique_map,
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 def decode(kind: Kind[T], data: bytes, limits: WireLimits = DEFAULT_LIMITS) -> T:
     """Return the message of a kind that the JSON holds, or raise `WireError`."""
-    return kind.read(load(data, limits), "", Terms(limits, is_json=True))
+    return kind.read(load(data, limits), "", ReadContext(limits, is_json=True))
 
 
 def encode_request(
@@ -110,7 +110,7 @@ def decode_problem(status: int, data: bytes, retry_after_s: float | None = None)
     title = f"HTTP {status}"
     try:
         values = {"title": title, **as_map(load(data, _OF_PROBLEMS), "body"), "status": status}
-        problem = PROBLEM.read(values, "", Terms(is_json=True))
+        problem = PROBLEM.read(values, "", ReadContext(is_json=True))
     except WireError:
         problem = Problem(status, title, _words_of(status, data))
     return problem if retry_after_s is None else replace(problem, retry_after_s=retry_after_s)

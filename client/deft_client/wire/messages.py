@@ -40,7 +40,7 @@ from deft_client.wire.fields import (
     SENTENCE,
     Json,
     Kind,
-    Terms,
+    ReadContext,
     WireLimits,
     as_map,
     brief,
@@ -177,11 +177,11 @@ def problem_fields(problem: Problem) -> Json:
     return {name: value for name, value in vars(problem).items() if value is not None}
 
 
-def read_request(entries: object, terms: Terms) -> ActMessage | ActMessages:
+def read_request(entries: object, context: ReadContext) -> ActMessage | ActMessages:
     """Return the one observation, or the several, that a request carries; or raise `WireError`."""
     if isinstance(entries, dict) and "observations" in entries:
-        return REQUESTS.read(entries, "", terms)
-    return REQUEST.read(entries, "", terms)
+        return REQUESTS.read(entries, "", context)
+    return REQUEST.read(entries, "", context)
 
 
 def has_pictures(entries: object) -> bool:
@@ -208,7 +208,7 @@ def _array_fields(values: NDArray[np.generic], dtype: str) -> Json:
     return {"dtype": dtype, "shape": list(values.shape), "data": data}
 
 
-def _read_version(value: object, where: str, terms: Terms) -> int:
+def _read_version(value: object, where: str, context: ReadContext) -> int:
     if isinstance(value, bool) or value != VERSION:
         raise UnsupportedMessageError(where, f"must be {VERSION}, got {brief(value)}")
     return VERSION
@@ -218,39 +218,39 @@ _PIXELS = array_parts("uint8", lambda limits: 3 * limits.max_image_pixels)
 _PICTURE: Kind[Json] = record(dict, {"data": BINARY})
 
 
-def _read_image(value: object, where: str, terms: Terms) -> Image | partial[Image]:
+def _read_image(value: object, where: str, context: ReadContext) -> Image | partial[Image]:
     """Return a camera frame, raw or as PNG or JPEG."""
     parts = dict(as_map(value, where))
     spelling = parts.pop("encoding", _RAW) or _RAW
     if spelling in _ENCODED:
-        return _claim(_PICTURE.read(parts, where, terms)["data"], where, terms)
+        return _claim(_PICTURE.read(parts, where, context)["data"], where, context)
     if spelling != _RAW:
         known = ", ".join(one.value for one in ImageEncoding)
         raise UnsupportedMessageError(
             f"{where}.encoding", f"must be one of {known}, got {brief(spelling)}"
         )
-    pixels = _PIXELS.read(parts, where, terms)
+    pixels = _PIXELS.read(parts, where, context)
     if pixels.ndim != 3 or pixels.shape[2] != 3:
         shape = list(pixels.shape)
         raise UnusableValueError(f"{where}.shape", f"must be [height, width, 3], got {shape}")
-    check_image_size(pixels.shape[0], pixels.shape[1], f"{where}.shape", terms.limits)
+    check_image_size(pixels.shape[0], pixels.shape[1], f"{where}.shape", context.limits)
     return pixels
 
 
-def _claim(data: bytes, where: str, terms: Terms) -> partial[Image]:
+def _claim(data: bytes, where: str, context: ReadContext) -> partial[Image]:
     """Return how to decode a picture once all is read that might be refused.
 
     The pictures of a message may together have no more pixels than one may have alone.
     """
-    most, is_first = terms.limits.max_image_pixels, not terms.num_claimed
-    terms.num_claimed += math.prod(claimed_size(data, where))
-    if terms.num_claimed > most and not is_first:
+    most, is_first = context.limits.max_image_pixels, not context.num_claimed
+    context.num_claimed += math.prod(claimed_size(data, where))
+    if context.num_claimed > most and not is_first:
         raise MessageTooLargeError(
             where,
-            f"with it the message's pictures have {terms.num_claimed} pixels; at most {most} "
+            f"with it the message's pictures have {context.num_claimed} pixels; at most {most} "
             "together are taken: scale them down",
         )
-    return partial(decode_image, data, where, terms.limits)
+    return partial(decode_image, data, where, context.limits)
 
 
 def _decoded(picture: Image | partial[Image]) -> Image:
@@ -265,9 +265,11 @@ def _image_schema(limits: WireLimits) -> Json:
     return {"anyOf": [encoded, raw]}
 
 
-def _read_cameras(value: object, where: str, terms: Terms) -> dict[str, Image | partial[Image]]:
+def _read_cameras(
+    value: object, where: str, context: ReadContext
+) -> dict[str, Image | partial[Image]]:
     """Return the cameras by name; too many are refused before any of their frames is decoded."""
-    entries, limits = as_map(value, where), terms.limits
+    entries, limits = as_map(value, where), context.limits
     if len(entries) > limits.max_cameras:
         raise MessageTooLargeError(
             where, f"{len(entries)} of them; at most {limits.max_cameras} are taken"
@@ -279,7 +281,7 @@ def _read_cameras(value: object, where: str, terms: Terms) -> dict[str, Image | 
             raise UnusableValueError(
                 where, f"a camera's name has 1 to {limits.max_name_chars} printable characters"
             )
-    return _IMAGES.read(entries, where, terms)
+    return _IMAGES.read(entries, where, context)
 
 
 def _build_request(values: Json) -> ActMessage:
@@ -303,12 +305,12 @@ def _build_request(values: Json) -> ActMessage:
 
 
 def _read_observations(
-    value: object, where: str, terms: Terms
+    value: object, where: str, context: ReadContext
 ) -> tuple[ActMessage | WireError, ...]:
     """Return each observation, or what is wrong with it: it fails alone."""
     if not isinstance(value, list) or not value:
         raise MalformedMessageError(where, f"must be a list of observations, got {brief(value)}")
-    most = terms.limits.max_observations
+    most = context.limits.max_observations
     if len(value) > most:
         raise MessageTooLargeError(
             where, f"{len(value)} of them; at most {most} are taken in one message"
@@ -317,7 +319,7 @@ def _read_observations(
     sessions: set[str | None] = set()
     for entries in value:
         try:
-            message = REQUEST.read(entries, "", terms)
+            message = REQUEST.read(entries, "", context)
             session_id = message.options.session_id
             if session_id is not None and session_id in sessions:
                 raise UnusableValueError(
@@ -335,11 +337,13 @@ def _observations_schema(limits: WireLimits) -> Json:
     return {"type": "array", "items": schema, "minItems": 1, "maxItems": limits.max_observations}
 
 
-def _read_answers(value: object, where: str, terms: Terms) -> tuple[ActionChunk | Problem, ...]:
+def _read_answers(
+    value: object, where: str, context: ReadContext
+) -> tuple[ActionChunk | Problem, ...]:
     if not isinstance(value, list):
         raise MalformedMessageError(where, f"must be a list, got {brief(value)}")
     return tuple(
-        (ANSWER if "actions" in as_map(one, f"{where}[{at}]") else PROBLEM).read(one, "", terms)
+        (ANSWER if "actions" in as_map(one, f"{where}[{at}]") else PROBLEM).read(one, "", context)
         for at, one in enumerate(value)
     )
 

@@ -12,7 +12,13 @@ import msgpack
 
 from deft_client.errors import MalformedMessageError, MessageTooLargeError, Problem, WireError
 from deft_client.types import ActionChunk
-from deft_client.wire.fields import DEFAULT_LIMITS, MAX_MAP_ENTRIES, Terms, WireLimits, unique_map
+from deft_client.wire.fields import (
+    DEFAULT_LIMITS,
+    MAX_MAP_ENTRIES,
+    ReadContext,
+    WireLimits,
+    unique_map,
+)
 from deft_client.wire.images import JPEG_QUALITY, ImageEncoding
 from deft_client.wire.messages import (
     ANSWER,
@@ -55,7 +61,7 @@ def encode_requests(
 
 def decode_request(data: bytes, limits: WireLimits = DEFAULT_LIMITS) -> ActMessage:
     """Return the request in the bytes, or raise `WireError`. Its arrays are read-only."""
-    return REQUEST.read(unpack(data, limits), "", Terms(limits))
+    return REQUEST.read(unpack(data, limits), "", ReadContext(limits))
 
 
 def encode_answer(chunk: ActionChunk, message_id: str | None = None) -> bytes:
@@ -74,12 +80,12 @@ def decode_answers(
     data: bytes, limits: WireLimits = DEFAULT_LIMITS
 ) -> tuple[ActionChunk | Problem, ...]:
     """Return the answers to several observations in the bytes, or raise `WireError`."""
-    return ANSWERS.read(unpack(data, limits), "", Terms(limits))
+    return ANSWERS.read(unpack(data, limits), "", ReadContext(limits))
 
 
 def decode_answer(data: bytes, limits: WireLimits = DEFAULT_LIMITS) -> ActionChunk:
     """Return the answer in the bytes, or raise `WireError`."""
-    return ANSWER.read(unpack(data, limits), "", Terms(limits))
+    return ANSWER.read(unpack(data, limits), "", ReadContext(limits))
 
 
 def message_id(data: bytes) -> object:

@@ -25,7 +25,7 @@ from deft_client.commands.program import CommandParser
 from deft_client.datasets.flags import add_camera_flag, read_cameras
 from deft_client.errors import WireError
 from deft_client.files import write_atomically
-from deft_client.wire.fields import SENTENCE, Terms, list_of, record_of
+from deft_client.wire.fields import SENTENCE, ReadContext, list_of, record_of
 from deft_draft_training.errors import ConfigError, DataError
 from deft_draft_training.heads.samples import EpisodeSource, HeadSample
 from deft_draft_training.heads.target import FeatureTarget, load_target, parse_target
@@ -76,7 +76,7 @@ def read_index(folder: Path) -> ShardIndex:
     """Read a folder's index, or raise `DataError`."""
     path = folder / INDEX
     try:
-        index = _INDEX.read(json.loads(path.read_text()), "", Terms())
+        index = _INDEX.read(json.loads(path.read_text()), "", ReadContext())
     except FileNotFoundError:
         raise DataError(f"{path} is missing; run `deft train record` into {folder}") from None
     except (OSError, ValueError, WireError) as error:

@@ -24,7 +24,7 @@ from deft_client.errors import (
 )
 from deft_client.types import ActionChunk
 from deft_client.wire import json_codec, msgpack_codec
-from deft_client.wire.fields import DEFAULT_LIMITS, Terms, WireLimits
+from deft_client.wire.fields import DEFAULT_LIMITS, ReadContext, WireLimits
 from deft_client.wire.json_codec import load
 from deft_client.wire.messages import (
     REQUEST,
@@ -66,9 +66,9 @@ def decode_body(content_type: str, body: bytes, limits: WireLimits) -> ActMessag
     header["content-type"] = content_type or "none/none"
     kind = header.get_content_type()
     if kind == msgpack_codec.CONTENT_TYPE:
-        return read_request(msgpack_codec.unpack(body, limits), Terms(limits))
+        return read_request(msgpack_codec.unpack(body, limits), ReadContext(limits))
     if kind == json_codec.CONTENT_TYPE:
-        return read_request(load(body, limits), Terms(limits, is_json=True))
+        return read_request(load(body, limits), ReadContext(limits, is_json=True))
     if kind != FORM:
         raise UnsupportedMessageError(
             "content-type", f"must be one of {', '.join(_CONTENT_TYPES)}; got {content_type[:80]!r}"
@@ -119,7 +119,7 @@ async def decode_frame(
         return await threads.run(partial(decode_body, content_type, body, limits))
     entries = msgpack_codec.unpack(body, limits)
     del body  # what is in it was copied, and may have to wait for long
-    read = partial(read_request, entries, Terms(limits))
+    read = partial(read_request, entries, ReadContext(limits))
     return await threads.run(read) if has_pictures(entries) else read()
 
 
@@ -141,7 +141,9 @@ def decode_form(body: bytes, boundary: str, limits: WireLimits = DEFAULT_LIMITS)
         else:
             entries[name] = _option(name, value, limits)
     # Bytes are bytes here, but the state is a JSON list.
-    return REQUEST.read({**entries, "cameras": cameras or None}, "", Terms(limits, is_json=True))
+    return REQUEST.read(
+        {**entries, "cameras": cameras or None}, "", ReadContext(limits, is_json=True)
+    )
 
 
 def read_parts(body: bytes, boundary: str) -> dict[str, str | bytes]:

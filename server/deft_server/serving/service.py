@@ -19,7 +19,7 @@ from deft_client.types import (
     Observation,
     ServerInfo,
     StageTimings,
-    altered,
+    replace_unchecked,
 )
 from deft_policies.errors import PolicyError, RequestError
 from deft_server.errors import NotReadyError, ServerError, UnsafeAnswerError
@@ -139,11 +139,11 @@ class Service:
                 self.bounds.held.release(num_bytes, caller.address)
         changes["timings"] = self._timings(answer, request, now_s)
         if self.events.has_listeners:
-            self._publish(request, chunk=altered(answer, changes))
+            self._publish(request, chunk=replace_unchecked(answer, changes))
         changes |= _unwanted(options)
         request.session.num_answers += 1
         self.metrics.count_outcome(caller.name)
-        return altered(answer, changes)
+        return replace_unchecked(answer, changes)
 
     def reset(self, session_id: str, caller: Caller) -> bool:
         """End a session; its next frame starts an episode. Returns whether there was one."""
@@ -209,7 +209,7 @@ class Service:
         if not self.events.has_listeners:
             return options
         wants_text = options.want_reasoning or not self.last_info.thinks_when_asked
-        return altered(options, {"want_trace": True, "want_reasoning": wants_text})
+        return replace_unchecked(options, {"want_trace": True, "want_reasoning": wants_text})
 
     def _request(
         self,
@@ -268,7 +268,7 @@ class Service:
             "queue_ms": request.queue_s * 1000,
             "total_ms": total_s * 1000,
         }
-        return altered(answer.timings, stages)
+        return replace_unchecked(answer.timings, stages)
 
     def _tell_end(self, caller: str, session_id: str) -> None:
         self.events.publish(SessionEnded(caller, session_id))

@@ -16,7 +16,7 @@ from deft_client.errors import (
 )
 from deft_client.types import ActionChunk, DecodeTrace, Observation, PassTrace
 from deft_client.wire import json_codec, msgpack_codec
-from deft_client.wire.fields import DEFAULT_LIMITS, MAX_MAP_ENTRIES, Terms, WireLimits
+from deft_client.wire.fields import DEFAULT_LIMITS, MAX_MAP_ENTRIES, ReadContext, WireLimits
 from deft_client.wire.images import ImageEncoding, encode_image
 from deft_client.wire.messages import ANSWER, REQUEST, ActMessage, answer_fields, request_fields
 from tests.client.samples import (
@@ -333,4 +333,4 @@ def test_a_message_of_very_many_entries_is_refused_while_it_is_read():
 def test_a_misspelt_field_is_named_with_the_one_that_was_meant():
     sent = request_fields(full_message()) | {"sesion_id": "a"}
     with pytest.raises(MalformedMessageError, match=r"did you mean session_id\?"):
-        REQUEST.read(sent, "", Terms())
+        REQUEST.read(sent, "", ReadContext())
