@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
-from deft_client.types import DecodeTrace, Image, Observation, PassTrace
+from deft_client.types import ActionChunk, DecodeTrace, Image, Observation, PassTrace
 from deft_policies.errors import NoActionError
 from deft_server.serving.access import Caller
 from deft_server.serving.events import Event, FinishedAction, SessionEnded
@@ -199,7 +199,7 @@ class History:
         trace = event.chunk.trace
         if trace is not None:
             session.trace = trace
-        point = _point(event, session.num_answers, now_s)
+        point = _point(event.chunk, session.num_answers, now_s)
         session.points.append(point)
         counts = counts_of(trace) if trace is not None else PassCounts()
         self._enter(_Finish(now_s, point.total_ms, counts))
@@ -273,14 +273,13 @@ def reduced(observation: Observation) -> dict[str, Image]:
     return pictures
 
 
-def _point(event: FinishedAction, number: int, now_s: float) -> Point:
-    assert event.chunk is not None
-    timings, trace = event.chunk.timings, event.chunk.trace
+def _point(chunk: ActionChunk, number: int, now_s: float) -> Point:
+    timings, trace = chunk.timings, chunk.trace
     stages = {name.removesuffix("_ms"): getattr(timings, name) for name in STAGES}
     return Point(
         number=number,
         at_s=now_s,
-        action=tuple(event.chunk.actions[0].tolist()),
+        action=tuple(chunk.actions[0].tolist()),
         stages={name: spent for name, spent in stages.items() if spent > 0},
         total_ms=timings.total_ms,
         accepted=tuple(one.accepted_length for one in trace.checked_passes) if trace else (),

@@ -63,7 +63,7 @@ class ReplicaHost:
         self._listener = listener
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._policy: HostedPolicy | None = None
+        self._policy: HostedPolicy  # that the replicas have, once one was asked
         self._version = ""
         self._count = 0
         self._name = uuid.uuid4().hex
@@ -124,7 +124,6 @@ class ReplicaHost:
         self._tell()
 
     def _tell(self) -> None:
-        assert self._policy is not None
         logger.info("%d replicas of version %s", self._count, shorten(self._version, 80))
         self._listener.policy_loaded(self, self._policy, self._count)
 
