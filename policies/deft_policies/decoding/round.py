@@ -168,7 +168,8 @@ class Round:
             stop = rows.stop if rows.has_text else None
             scored = self._scored(rows, tree, scores, predictions)
             accepted = judge(method, scored, rows.keys, stop, steps)
-            tokens = _next_tokens(tree, accepted)
+            is_exact = method.rule.is_exact
+            tokens = accepted.target_tokens if is_exact else _next_tokens(tree, accepted)
         logits = logits[:, :, self.target.action_tokens.within(self.target.vocabulary)]
         return Pass(
             tree=tree,

@@ -344,7 +344,8 @@ class Target:
             ancestors = tree.ancestor_mask()
             before = ancestors.new_ones((*ancestors.shape[:2], start))
             mask = torch.cat((before, ancestors), dim=2).unsqueeze(1)
-            inputs = PassInput(embeds, start + tree.depths(), window, mask)
+            positions = start if tree.is_chain else start + tree.depths()
+            inputs = PassInput(embeds, positions, window, mask)
         hidden = self._passes.run(inputs)
         return Scores(self.logits(hidden), hidden, tree.answers)
 

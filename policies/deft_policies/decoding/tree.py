@@ -365,6 +365,11 @@ def merge(
 
     `trims` drops what is padding in every row, which means looking at the tensor.
     """
+    if trims and len(found) == 1 and limits.depth > 0:
+        kind, guesses = found[0]
+        chain = _only_chain(kind, guesses, limits) if isinstance(guesses, Chains) else None
+        if chain is not None:
+            return chain
     trees = [one for _, one in found if isinstance(one, DraftTree)]
     chains = [(kind, one) for kind, one in found if isinstance(one, Chains)]
     if chains and limits.depth > 0:
@@ -376,6 +381,17 @@ def merge(
     if not trees:
         return DraftTree.root_only(limits.roots)
     return DraftTree.side_by_side(trees).first_nodes(limits.widest)
+
+
+def _only_chain(kind: str, guesses: Chains, limits: DraftLimits) -> DraftTree | None:
+    """The tree of one row's only chain, in fewer operations; None for what is more than that."""
+    num_rows, num_chains, _ = guesses.tokens.shape
+    if num_rows > 1 or num_chains > 1:
+        return None
+    known = [*guesses.is_known[0, 0, : limits.depth].tolist(), False].index(False)
+    tokens = guesses.tokens[:, 0, : min(known, limits.widest - 1)]
+    tokens = torch.cat((limits.roots[:, None], tokens), dim=1)
+    return DraftTree.chain(tokens, source_number(kind))
 
 
 def _prefix_tree(chains: Sequence[tuple[str, Chains]], limits: DraftLimits) -> DraftTree:

@@ -9,7 +9,8 @@ import torch
 from deft_policies.decoding import kinds
 from deft_policies.decoding.drafts import Chains, remaining_tokens
 from deft_policies.decoding.kinds import source_number
-from deft_policies.decoding.tree import DraftTree, merge
+from deft_policies.decoding.plan import TreeShape
+from deft_policies.decoding.tree import DraftLimits, DraftTree, merge
 from deft_policies.memory import SessionMemory
 from tests.policies.decoding.scripts import batch_of, limits_of
 from tests.policies.decoding.trees import num_real, paths_of, random_tree
@@ -129,3 +130,17 @@ def test_a_tree_too_wide_loses_its_last_nodes() -> None:
     smaller = tree.first_nodes(6)
     assert smaller.tokens.tolist() == tree.tokens[:, :6].tolist()
     assert paths_of(smaller, 0) <= paths_of(tree, 0)
+
+
+@pytest.mark.parametrize("num_known", [0, 2, 5])
+def test_only_chain_of_one_row_makes_the_same_tree_as_any_chains_do(num_known: int) -> None:
+    tokens = torch.tensor([[[7, 8, 9, 10, 11]]])
+    chains = Chains(tokens, torch.arange(5)[None, None] < num_known)
+    for depth, widest in ((1, 64), (5, 64), (5, 3), (4, 64)):
+        limits = DraftLimits(torch.tensor([3]), TreeShape(), depth, widest)
+        few = merge([(kinds.PREVIOUS, chains)], limits, trims=True)
+        usual = merge([(kinds.PREVIOUS, chains)], limits, trims=False)
+        usual = usual.without_padding()
+        assert few.is_chain
+        for one, other in zip(few.columns, usual.columns, strict=True):
+            assert one.tolist() == other.tolist()
