@@ -92,13 +92,19 @@ class Reloads:
     """How long to wait before a policy is loaded again: ever longer, until one has lasted."""
 
     def __init__(self) -> None:
-        self.loaded_s: float | None = None  # when the policy in use, or the last, was ready
+        self.has_loaded = False  # whether there ever was a policy
+        self._loaded_s: float | None = None  # when the policy in use was ready
         self._num_losses = 0
+
+    def loaded(self, now_s: float) -> None:
+        """Note that a policy is ready."""
+        self.has_loaded, self._loaded_s = True, now_s
 
     def pause_s(self, now_s: float) -> float:
         """Count a loss, and return the seconds to wait: none after the first."""
-        if self.loaded_s is not None and now_s - self.loaded_s > STEADY_S:
+        if self._loaded_s is not None and now_s - self._loaded_s > STEADY_S:
             self._num_losses = 0
+        self._loaded_s = None
         self._num_losses += 1
         if self._num_losses == 1:
             return 0.0

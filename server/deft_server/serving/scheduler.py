@@ -140,7 +140,7 @@ class Scheduler:
         self._readiness.enter(ServerPhase.READY)
         self._settled.set()
         if is_new:
-            self._reloads.loaded_s = time.monotonic()
+            self._reloads.loaded(time.monotonic())
             logger.info("ready: policy %s", policy.info.policy)
             self.on_ready()
         self._dispatch()
@@ -149,7 +149,7 @@ class Scheduler:
         """Give up: there is nothing to serve."""
         if host is not self._host:
             return
-        if self._reloads.loaded_s is not None:  # it could be loaded before, so it may be again
+        if self._reloads.has_loaded:  # it could be loaded before, so it may be again
             self._load_again(f"it could not be loaded: {error}")
             return
         self._readiness.enter(ServerPhase.BROKEN, str(error))
