@@ -81,6 +81,7 @@ class ActOptions:
     want_reasoning: bool = False  # the text that a policy writes before it acts, where it does
     max_tokens: int | None = None  # of such an answer, text and action; servers bound it
     want_log_probs: bool = False  # of every token of the answer, under the model
+    executed_steps: int | None = None  # of the session's last answer, since its frame
 
 
 @dataclass(frozen=True)

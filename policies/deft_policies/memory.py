@@ -54,6 +54,8 @@ class SessionMemory:
     # By the name of a plan: the passes after the prefill that it has needed lately.
     passes_needed: Mapping[str, Average] = field(default_factory=dict)
     answer: Tokens = ()  # the last text
+    target_answer: Tokens = ()  # the target's own tokens in it, where they differ
+    executed_steps: int = 1  # of an answer, before the next frame
 
     def __post_init__(self) -> None:
         if len(self.own) > STEPS_KEPT:
@@ -93,4 +95,16 @@ class SessionMemory:
             num_steps=self.num_steps + 1,
             num_draws=self.num_draws + 1,
             answer=answer if len(answer) <= LONGEST_ANSWER else self.answer,
+        )
+
+    def after_numbers(
+        self, target_tokens: Tokens, drift: tuple[float, ...], executed_steps: int
+    ) -> "SessionMemory":
+        """With what is known of the steps before this answer, and of its own tokens."""
+        differs = target_tokens != self.answer and len(target_tokens) == len(self.answer)
+        return replace(
+            self,
+            drift=drift if any(drift) else (),
+            target_answer=target_tokens if differs else (),
+            executed_steps=executed_steps,
         )

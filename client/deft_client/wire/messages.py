@@ -65,6 +65,7 @@ from deft_client.wire.images import (
 
 VERSION = 1
 MAX_RADIUS = 65_535  # bins; policies set their own, lower bounds
+MAX_EXECUTED = 65_535  # steps of one answer
 MAX_TOKENS = 65_535  # of one answer; policies set their own, lower bounds
 MAX_DEADLINE_MS = 24 * 3600 * 1000
 _MOST_NODES = 16_384  # of all passes of a trace: four numbers each, beside the rest of a message
@@ -118,6 +119,7 @@ def request_fields(
         "reasoning": options.want_reasoning or None,
         "max_tokens": options.max_tokens,
         "log_probs": options.want_log_probs or None,
+        "executed_steps": options.executed_steps,
         "state": None if observation.state is None else _array_fields(observation.state, "float32"),
         "cameras": cameras or None,
     }
@@ -299,6 +301,7 @@ def _build_request(values: Json) -> ActMessage:
             read("reasoning", False),
             read("max_tokens"),
             read("log_probs", False),
+            read("executed_steps"),
         ),
         read("id"),
     )
@@ -375,6 +378,7 @@ OPTIONS: Mapping[str, Kind[Any]] = {
     "reasoning": FLAG,
     "max_tokens": whole(1, MAX_TOKENS),
     "log_probs": FLAG,
+    "executed_steps": whole(0, MAX_EXECUTED),
 }
 REQUEST = record(
     _build_request,

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from deft_client.types import DecodeTrace, PassTrace
+from deft_policies.decoding.acceptance.numbers import WrittenNumbers, drift_of_steps
 from deft_policies.decoding.acceptance.rule import (
     NO_CLASS,
     ActionContext,
@@ -46,15 +47,14 @@ class AnswerSpec:
 
     With a `space` and no stop token an answer is one action, exactly `max_tokens` long. With a stop
     token it is text that may hold action tokens; those that follow each other are one action, and
-    they alone are ever relaxed. Without a space nothing is.
-    Text may be rows of `numbers_in_row` numbers each, 0 where it is not.
+    they alone are ever relaxed. Without a space nothing is. Text of rows of numbers has the space
+    of a row, number by number.
     `ids` are what tokens are called outside, where the decoder knows none but those of answers.
     """
 
     max_tokens: int
     stop: int | None = None
     space: ActionSpace | None = None
-    numbers_in_row: int = 0
     ids: tuple[int, ...] = ()
 
     @staticmethod
@@ -70,6 +70,11 @@ class AnswerSpec:
     def name(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """Tokens as they are called outside."""
         return tuple(self.ids[one] for one in tokens) if self.ids else tuple(tokens)
+
+    @property
+    def numbers_in_row(self) -> int:
+        """Numbers of an action that is written as text; 0 where none is."""
+        return self.space.length if self.space and self.space.largest_number else 0
 
     @property
     def is_action(self) -> bool:
@@ -109,6 +114,7 @@ class Row:
     memory: SessionMemory = field(default_factory=SessionMemory)
     wants_margins: bool = False
     wants_log_probs: bool = False
+    executed_steps: int | None = None  # of the last answer; None: as many as before
     choice: Choice = Choice("", "")  # the plan
     guard: Guard | None = None  # who learns from it
     has_history: bool = False  # whether the session had anything to draft from
@@ -145,6 +151,23 @@ class Row:
         """Whether its drift is one of such actions."""
         return self.spec.space is not None and len(self.memory.drift) == self.spec.action_length
 
+    @property
+    def num_executed(self) -> int:
+        """Steps of the last answer that the robot has executed."""
+        known = self.executed_steps
+        return self.memory.executed_steps if known is None else known
+
+    @cached_property
+    def drift(self) -> tuple[float, ...]:
+        """Of numbers: of the session, and of the steps of its last answer that were executed."""
+        assert self.spec.space is not None
+        known = self.memory.drift if self.knows_drift else (0.0,) * self.spec.space.length
+        if not self.memory.target_answer:
+            return known
+        last = (self.memory.answer, self.memory.target_answer)
+        written = WrittenNumbers(*last, self.spec.space, known)
+        return drift_of_steps(written, self.num_executed, self.method.rule.drift_leak)
+
     def note(self, record: "PassRecord") -> None:
         """Remember a pass for the trace; it has committed one token at least."""
         self.records.append(record)
@@ -179,6 +202,10 @@ class Row:
             self.memory = self.memory.after_action(tokens, target_tokens, leak)
         else:
             self.memory = self.memory.after_text(tokens)
+            if self.spec.numbers_in_row:
+                self.memory = self.memory.after_numbers(
+                    target_tokens, self.drift, self.num_executed
+                )
         drafts = any(plan.kinds for plan in self.method.plans)
         self.trace = DecodeTrace(
             method=self.method.name,
@@ -568,6 +595,15 @@ class Batch:
         patches = self._extra.get("patches")
         seen = None if patches is None else patches[self._here]
         return ActionContext(space, self.drift, self.num_steps, seen)
+
+    def written(self) -> list[WrittenNumbers | None]:
+        """The answers of numbers so far, [row]; None where there is none."""
+        return [
+            WrittenNumbers(row.tokens, row.target_tokens, row.spec.space, row.drift)
+            if row is not None and row.spec.space is not None
+            else None
+            for row in self.rows
+        ]
 
     @property
     def seen(self) -> Tensor | None:

@@ -263,7 +263,14 @@ class Engine:
     def check(self, row: Row) -> None:
         """Raise `RequestError` for an answer that cannot be decoded as it is asked for."""
         self.plans(row.method)
-        if row.spec.space is None and row.method.rule.needs_space:
+        rule, numbers = row.method.rule, row.spec.numbers_in_row
+        if rule.reads_numbers and not numbers:
+            raise RequestError(
+                "decoding",
+                f"{row.method.name!r} judges numbers that are written as text, and this model "
+                "writes none; 'deft' is for action tokens",
+            )
+        if rule.needs_space and (row.spec.space is None or numbers):
             raise RequestError(
                 "decoding",
                 f"{row.method.name!r} measures distances between action tokens, and this model's "

@@ -29,6 +29,7 @@ from deft_policies.decoding.acceptance.distance import (
     WithinIds,
     WithinLimits,
 )
+from deft_policies.decoding.acceptance.numbers import WithinNumbers
 from deft_policies.decoding.acceptance.rule import AcceptanceRule, ExactMatch
 from deft_policies.decoding.plan import (
     PLAIN,
@@ -54,6 +55,8 @@ PRESETS = {
     "lossless": "autoregressive:plans=ours,guard=on",
     # drafts within physical limits, gripper by class, inside a drift budget
     "deft": "lossless:rule=within-drift",
+    # numbers as text: near ones stand, within limits and a drift budget
+    "numbers": "lossless:rule=within-numbers",
     # Spec-VLA, relaxed, in our loop
     "spec-vla": "autoregressive:rule=within-ids,radius=9,plans=spec-vla,ties=first-row,"
     "whole_vocabulary=on",
@@ -98,6 +101,7 @@ _RULES: dict[str, type[AcceptanceRule]] = {
     "within-limits": WithinLimits,
     "within-budget": WithinBudget,
     "within-drift": WithinDrift,
+    "within-numbers": WithinNumbers,
     "scheduled-radius": ScheduledRadius,
     "top-k": TopK,
     "near-top": NearTop,

@@ -201,6 +201,7 @@ class Round:
             limit=rows.limit,
             begin=rows.begin if rows.has_text else None,
             stop=rows.stop if rows.has_text else None,
+            written=rows.written() if self.method.rule.reads_numbers else (),
         )
 
     def _commit(self, rows: Batch, done: Pass, logits: Tensor) -> Played:

@@ -12,7 +12,7 @@ from deft_policies.model.sizes import ActionVocabulary
 from deft_policies.model.statistics import ActionStatistics
 
 # An arm's action: three of translation, three of rotation, and the gripper.
-_POSE = (DimensionGroup.MOVE,) * 3 + (DimensionGroup.TURN,) * 3 + (DimensionGroup.GRIP,)
+POSE = (DimensionGroup.MOVE,) * 3 + (DimensionGroup.TURN,) * 3 + (DimensionGroup.GRIP,)
 # In training the range is widened by this before dividing by it.
 RANGE_EPS = 1e-8
 # Millimetres and degrees that one robot unit of an arm's action means to its controller, by how the
@@ -64,19 +64,19 @@ class ActionCodec:
     def action_space(self, statistics: ActionStatistics, key: str) -> ActionSpace:
         """What acceptance rules need to know; limits count in bins where units are unknown."""
         known = [units for name, units in _UNITS.items() if key.startswith(name)]
-        if not known or statistics.action_dim != len(_POSE):
+        if not known or statistics.action_dim != len(POSE):
             return ActionSpace.in_bins(statistics.action_dim)
         (mm, degrees), *_ = known
         unit = {DimensionGroup.MOVE: mm, DimensionGroup.TURN: degrees, DimensionGroup.GRIP: 0.0}
         widths = self.bin_widths(statistics)
         boundary = self._find_boundary(statistics)
         return ActionSpace(
-            groups=_POSE,
+            groups=POSE,
             unit_per_bin=tuple(
-                float(width) * unit[group] for width, group in zip(widths, _POSE, strict=True)
+                float(width) * unit[group] for width, group in zip(widths, POSE, strict=True)
             ),
             class_boundary=tuple(
-                boundary if group is DimensionGroup.GRIP else None for group in _POSE
+                boundary if group is DimensionGroup.GRIP else None for group in POSE
             ),
         )
 

@@ -322,6 +322,7 @@ class VlaPolicy:
             form = _form(model.forms[key], options)
             row = Row(self.method_for(options), form, request.memory, options.want_trace)
             row.wants_log_probs = options.want_log_probs
+            row.executed_steps = options.executed_steps
         return _Frame(request, model=model, key=key, row=row, clocks=[clock])
 
     def _play(self, clock: StageClock, first: Collection[Running]) -> list[_Frame]:

@@ -125,7 +125,7 @@ async def decode_frame(
 
 CAMERA_PREFIX = "camera."
 MAX_PARTS = 64
-_NUMBERS = {"deadline_ms": float, "radius": int, "max_tokens": int, "v": int}
+_NUMBERS = {"deadline_ms": float, "radius": int, "max_tokens": int, "executed_steps": int, "v": int}
 _FLAGS = {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False, "": None}
 
 

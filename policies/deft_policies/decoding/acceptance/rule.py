@@ -16,9 +16,12 @@ from typing import TYPE_CHECKING, ClassVar
 from deft_policies.errors import RequestError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
     from torch import Tensor
 
+    from deft_policies.decoding.acceptance.numbers import WrittenNumbers
     from deft_policies.decoding.target import Scores
     from deft_policies.decoding.tree import DraftTree, TokenRange
 
@@ -38,11 +41,13 @@ class ActionSpace:
     `unit_per_bin` is how far the robot moves when a token moves by one bin, 0.0 where that is
     unknown or nothing. Tokens at or above `class_boundary` belong to one class and tokens below it
     to the other; None where a position has no classes.
+    Where positions are numbers written as text, 0 to `largest_number`, a bin is a number.
     """
 
     groups: tuple[DimensionGroup, ...]
     unit_per_bin: tuple[float, ...]
     class_boundary: tuple[int | None, ...]
+    largest_number: int = 0  # 0: positions are tokens
 
     def __post_init__(self) -> None:
         lengths = {len(self.groups), len(self.unit_per_bin), len(self.class_boundary)}
@@ -62,6 +67,7 @@ class ActionSpace:
             self.groups + self.groups[-1:] * positions,
             self.unit_per_bin + self.unit_per_bin[-1:] * positions,
             self.class_boundary + self.class_boundary[-1:] * positions,
+            self.largest_number,
         )
 
     @staticmethod
@@ -137,6 +143,7 @@ class ScoredTree:
     limit: Tensor | None = None  # [row], tokens of the answer; None: as many as the space has
     begin: Tensor | None = None  # [row], where an action after text begins; below 0: no text
     stop: Tensor | None = None  # [row], the token that ends a text
+    written: Sequence[WrittenNumbers | None] = ()  # [row], where the rule reads numbers
 
     @cached_property
     def parents(self) -> Tensor:
@@ -285,6 +292,7 @@ class AcceptanceRule(ABC):
     """Says which paths of a scored tree may be committed. Rules are immutable and share nothing."""
 
     radius_field: ClassVar[str] = ""  # the field that holds a number of bins
+    reads_numbers: ClassVar[bool] = False  # whether it judges numbers that are written as text
 
     @property
     def is_exact(self) -> bool:

@@ -10,14 +10,12 @@ one pass and the chains line up again. Everything happens on the host.
 from collections.abc import Sequence
 
 from deft_policies.decoding import kinds
+from deft_policies.decoding.acceptance.numbers import END, SPACE
 from deft_policies.decoding.batch import Batch, Row
 from deft_policies.decoding.drafts.base import MEMORY, DraftSource
 from deft_policies.decoding.drafts.previous_answer import tree_of
 from deft_policies.decoding.tree import DraftLimits, DraftTree
 
-# Tokens of an answer: 0 to 9 are digits.
-SPACE, END = 10, 11
-_NUM_EXECUTED = 1  # rows, between two answers: such policies are asked at every step
 Number = tuple[int, ...]
 
 
@@ -102,7 +100,7 @@ class PreviousNumbers(DraftSource):
         if row is None or row.is_done or not row.memory.answer:
             return [], []
         last = split_numbers(row.memory.answer)
-        chains = guess_numbers(last, row.tokens, _NUM_EXECUTED, row.spec.numbers_in_row)
+        chains = guess_numbers(last, row.tokens, row.num_executed, row.spec.numbers_in_row)
         depth = row.limit - 1 - row.count
         return share_beginnings([one[:depth] for one in chains], widest - 1)
 

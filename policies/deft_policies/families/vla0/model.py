@@ -13,11 +13,13 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from deft_client.types import Observation
+from deft_policies.decoding.acceptance.numbers import END, SPACE
+from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
 from deft_policies.decoding.batch import AnswerSpec
 from deft_policies.decoding.clock import Stage, StageClock
-from deft_policies.decoding.drafts.numbers import END, SPACE
 from deft_policies.decoding.target import Prompts, Target
 from deft_policies.errors import CheckpointError, RequestError
+from deft_policies.families.action_tokens import POSE
 from deft_policies.families.family import Model, TokenModel, Values
 from deft_policies.families.vla0.network import CHARACTERS, Vla0Network
 from deft_policies.families.vla0.numbers import read_numbers_text, to_actions
@@ -82,8 +84,12 @@ class Vla0(TokenModel):
 
     def form(self, key: str) -> AnswerSpec:
         """Rows of numbers and an end."""
-        ids, dim = self.network.config.ids, self.run.action_dim
-        return AnswerSpec(self._max_tokens, END, numbers_in_row=dim, ids=ids)
+        run = self.run
+        units = (run.highest - run.lowest) / run.num_bins
+        groups = POSE if run.action_dim == len(POSE) else (DimensionGroup.MOVE,) * run.action_dim
+        no_classes = (None,) * run.action_dim
+        space = ActionSpace(groups, tuple(units.tolist()), no_classes, run.num_bins)
+        return AnswerSpec(self._max_tokens, END, space, self.network.config.ids)
 
     def decode(self, key: str, values: Values) -> NDArray[np.float64]:
         """The actions of a valid answer, [step, action_dim]."""

@@ -235,6 +235,45 @@ def test_what_says_nothing_to_it_is_refused() -> None:
         open_model(ModelOptions(random_weights="small", family="vla0"))
 
 
+def test_near_numbers_stand_by_name_alone() -> None:
+    policy = policy_of("tied", "lossless")
+    assert not policy.method.rule.reads_numbers
+    assert "numbers" in policy.info.decoding_methods
+    assert "deft" not in policy.info.decoding_methods  # it would relax digits
+    session = variant("tied")["sessions"][0]
+    found = answers(policy_of("tied", "numbers"), session["frames"], session["instruction"])
+    assert np.mean([one["passes"] for one in found[1:]]) <= MOST_PASSES["tied"]
+
+
+def test_a_request_says_how_many_rows_were_executed() -> None:
+    """Where the last answer is moved by as many, what is drafted lines up."""
+    policy = policy_of("untied", "lossless")
+    frame = variant("untied")["cases"][0]
+    first = policy.act([ActRequest(observe(frame))])[0]
+    tokens = first.memory.answer
+    rows = [" ".join(split) for split in _rows_of(policy, tokens)]
+    passes = {}
+    for moved in (1, 3):
+        text = " ".join(rows[:1] * moved + rows[: 8 - moved])  # the world moved by so many rows
+        ids = policy.token_model.forms["default"].ids
+        named = ["0123456789 ".index(one) for one in text]
+        memory = SessionMemory(answer=(*named, 11))
+        assert len(ids) == 12
+        for said in (None, 1, 3):
+            options = ActOptions(want_trace=True, executed_steps=said)
+            answer = policy.act([ActRequest(observe(frame), memory, options)])[0]
+            assert answer.memory.answer == tokens
+            assert answer.chunk.trace is not None
+            passes[moved, said] = answer.chunk.trace.num_passes
+    assert passes[1, None] == passes[1, 1] <= passes[1, 3]
+    assert passes[3, 3] <= passes[3, 1]
+
+
+def _rows_of(policy: VlaPolicy, tokens: Sequence[int]) -> list[list[str]]:
+    words = "".join("0123456789 "[one] for one in tokens[:-1]).split(" ")
+    return [words[first : first + 7] for first in range(0, 56, 7)]
+
+
 def test_frames_that_it_cannot_look_at_are_refused() -> None:
     policy, frame = policy_of("tied", "lossless"), variant("tied")["cases"][0]
     image, wrist = cameras(frame)

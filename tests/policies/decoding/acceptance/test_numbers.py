@@ -1,0 +1,240 @@
+"""`within-numbers` against all numbers that the target could write, and played to the end."""
+
+import random
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from deft_client.types import ActOptions
+from deft_policies.decoding.acceptance.host_waits import find_wait
+from deft_policies.decoding.acceptance.numbers import (
+    END,
+    SPACE,
+    WithinNumbers,
+    WrittenNumbers,
+    drift_of_steps,
+)
+from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup, ScoredTree
+from deft_policies.decoding.batch import AnswerSpec, Row
+from deft_policies.decoding.judge import judge
+from deft_policies.decoding.methods import find_method
+from deft_policies.decoding.target import Scores
+from deft_policies.decoding.tree import DraftTree, TokenRange
+from deft_policies.memory import SessionMemory
+from tests.policies.decoding.trees import random_scored
+
+LARGEST = 1000
+GROUPS = (DimensionGroup.MOVE, DimensionGroup.TURN, DimensionGroup.GRIP)
+SPACE_OF_ROW = ActionSpace(GROUPS, (0.5, 0.25, 1.0), (None,) * 3, LARGEST)
+RULE = WithinNumbers(move=4.0, turn=3.0, move_drift=9.0, turn_drift=4.0)  # 8 and 12 numbers
+LIMITS = {DimensionGroup.MOVE: (4.0, 9.0), DimensionGroup.TURN: (3.0, 4.0)}
+NUM_NUMBERS = 12
+
+
+def tokens_of(text: str) -> list[int]:
+    return [SPACE if one == " " else END if one == "." else int(one) for one in text]
+
+
+def text_of(tokens: list[int]) -> str:
+    return "".join("0123456789 ."[one] for one in tokens)
+
+
+def scored_tree(
+    tokens: list[int], parents: list[int], predictions: list[int], written: WrittenNumbers
+) -> ScoredTree:
+    num_nodes = len(tokens)
+    count = torch.tensor([len(written.tokens)])
+    tree = DraftTree(
+        tokens=torch.tensor([tokens]),
+        parents=torch.tensor([parents]),
+        is_real=torch.ones(1, num_nodes, dtype=torch.bool),
+        log_probs=torch.zeros(1, num_nodes),
+        sources=torch.zeros(1, num_nodes, dtype=torch.int64),
+    )
+    return replace(
+        random_scored(0, num_rows=1),
+        tree=tree,
+        scores=Scores(torch.zeros(1, num_nodes, 12), torch.zeros(1, num_nodes, 1)),
+        predictions=torch.tensor([predictions]),
+        num_committed=count,
+        vocabulary=TokenRange(0, END),
+        action_tokens=TokenRange(0, END),
+        limit=count + num_nodes,
+        written=[written],
+    )
+
+
+class Writer:
+    """Writes numbers that depend on all that stands before them, as any deterministic model."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.next = cache(self._next)
+
+    def number(self, before: str) -> str:
+        """The number behind a text that ends between two numbers."""
+        rng = random.Random(f"{self.seed} {before}")
+        usual = random.Random(f"{self.seed} {before.count(' ')}").randrange(LARGEST + 1)
+        return str(max(0, min(LARGEST, usual + rng.choice([-9, -2, -1, 0, 0, 1, 3]))))
+
+    def _next(self, text: str) -> int:
+        before, _, begun = text.rpartition(" ")
+        before = f"{before} " if before else ""
+        wanted = self.number(before)
+        if wanted.startswith(begun) and wanted != begun:
+            return int(wanted[len(begun)])
+        if wanted != begun and random.Random(f"{self.seed} {text}").random() < 0.2:
+            return random.Random(text).randrange(10)
+        return SPACE if text.count(" ") < NUM_NUMBERS - 1 else END
+
+
+EVERY = [f"{one:0{width}d}" for width in range(1, 5) for one in range(min(10**width, 1001))]
+
+
+@cache
+def farthest(begun: str, value: int) -> int:
+    """How far a number is from any that begins so."""
+    return max(abs(int(one) - value) for one in EVERY if one.startswith(begun))
+
+
+def allows(path: list[int], written: WrittenNumbers, writer: Writer) -> bool:
+    """The rule for one path, number by number, by looking at every number there is."""
+    text = text_of(list(written.tokens))
+    whole = text + text_of(path)
+    starts = [0, *(place + 1 for place, one in enumerate(whole) if one == " ")]
+    drift = list(written.drift)
+    for index, start in enumerate(starts):
+        number = whole[start:].split(" ")[0].rstrip(".")
+        dimension, end = index % len(drift), start + len(number)
+        group, unit = GROUPS[dimension], SPACE_OF_ROW.unit_per_bin[dimension]
+        own = [writer.next(whole[:place]) for place in range(start, end)]
+        differ = [place for place, one in enumerate(own) if str(one) != number[place]]
+        if any(one >= SPACE for one in own):
+            return False
+        following = writer.next(whole[:end])
+        if end < len(whole) and "0123456789 ."[following] != whole[end]:
+            return False
+        if not differ:
+            continue
+        if following < SPACE or group is DimensionGroup.GRIP or int(number) > LARGEST:
+            return False
+        begun = number[: differ[0]] + str(own[differ[0]])
+        far = farthest(begun, int(number))
+        limit, budget = LIMITS[group]
+        if far * unit > limit + 1e-9:
+            return False
+        drift[dimension] += int(number) - int(begun)
+        if abs(drift[dimension]) * unit > budget + 1e-9:
+            return False
+    return True
+
+
+def drafted(writer: Writer, text: str, rng: random.Random) -> list[int]:
+    """How the text may go on: as the writer would, with digits and now and then more changed."""
+    tokens: list[int] = []
+    for _ in range(rng.randrange(1, 14)):
+        right = writer.next(text + text_of(tokens))
+        if right == END:
+            break
+        odds = rng.random()
+        if right < SPACE and odds < 0.2:
+            right = max(0, min(9, right + rng.choice([-2, -1, 1, 2])))
+        elif odds > 0.97:
+            right = rng.randrange(11)
+        tokens.append(right)
+    return tokens or [0]
+
+
+def play(seed: int) -> tuple[str, Writer, tuple[float, ...], int]:
+    """An answer written with drafts; every pass is judged by the slow twin, too."""
+    rng, writer = random.Random(seed), Writer(seed)
+    tokens: list[int] = []
+    own: list[int] = []
+    drift = (rng.choice([0.0, 3.0, -7.0]), rng.choice([0.0, 5.0, -9.0]), 0.0)
+    method, num_relaxed = find_method("numbers"), 0
+    method = replace(method, rule=RULE)
+    while tokens[-1:] != [END]:
+        text = text_of(tokens)
+        nodes, parents = [SPACE], [-1]
+        for _ in range(2):
+            above = 0
+            for token in drafted(writer, text, rng):
+                nodes.append(token)
+                parents.append(above)
+                above = len(nodes) - 1
+        paths: list[list[int]] = [[]]
+        for node in range(1, len(nodes)):
+            paths.append([*paths[parents[node]], nodes[node]])
+        predictions = [writer.next(text + text_of(path)) for path in paths]
+        written = WrittenNumbers(tokens, own, SPACE_OF_ROW, drift)
+        scored = scored_tree(nodes, parents, predictions, written)
+        expected = [allows(path, written, writer) for path in paths]
+        assert RULE.accepts(scored).tolist() == [expected]
+        stop = torch.tensor([END])
+        accepted = judge(method, scored, torch.zeros(1), stop, len(nodes))
+        path = accepted.path[0, 1 : int(accepted.num[0]) + 1].tolist()
+        tokens = [*tokens, *(nodes[node] for node in path), int(accepted.bonus[0])]
+        own = [*own, *accepted.target_tokens[0, : len(path) + 1].tolist()]
+        num_relaxed += sum(one != other for one, other in zip(tokens, own, strict=True))
+    assert len(tokens) == len(own)
+    last = WrittenNumbers(tokens, own, SPACE_OF_ROW, drift)
+    after = drift_of_steps(last, NUM_NUMBERS // 3, 1.0)
+    text, sums = text_of(tokens[:-1]), list(drift)
+    numbers = text.split(" ")
+    assert len(numbers) == NUM_NUMBERS
+    for index, number in enumerate(numbers):
+        before = "".join(f"{one} " for one in numbers[:index])
+        apart, group = int(number) - int(writer.number(before)), GROUPS[index % 3]
+        if not apart:
+            continue
+        unit, (limit, budget) = SPACE_OF_ROW.unit_per_bin[index % 3], LIMITS[group]
+        sums[index % 3] += apart
+        assert abs(apart) * unit <= limit
+        assert abs(sums[index % 3]) * unit <= budget
+    assert after == pytest.approx(sums)
+    return text, writer, after, num_relaxed
+
+
+def test_no_number_is_further_from_the_targets_than_its_limit() -> None:
+    assert sum(play(seed)[3] > 0 for seed in range(80)) > 30
+
+
+@pytest.mark.parametrize(
+    ("drafted_number", "wanted", "stands"),
+    [
+        ("512", "515 ", True),
+        ("512", "521 ", False),  # 9 numbers are more than 8
+        ("512", "52", False),  # 52 or 529
+        ("105", "100", False),  # 1000 begins so, too
+        ("51", "53", False),  # so does 530
+        ("1000", "101", False),
+    ],
+)
+def test_every_number_counts_that_begins_with_the_targets_digits(
+    drafted_number: str, wanted: str, stands: bool
+) -> None:
+    tokens = [SPACE, *tokens_of(drafted_number)]
+    own = tokens_of(wanted)
+    predictions = [*own[: len(drafted_number)], *[SPACE] * len(tokens)][: len(tokens)]
+    predictions[len(drafted_number) :] = [SPACE]
+    written = WrittenNumbers([], [], SPACE_OF_ROW, (0.0, 0.0, 0.0))
+    scored = scored_tree(tokens, list(range(-1, len(tokens) - 1)), predictions, written)
+    assert RULE.accepts(scored).tolist()[0][-1] is stands
+
+
+def test_the_drift_counts_steps_that_were_executed() -> None:
+    row = AnswerSpec(64, END, SPACE_OF_ROW)
+    written, own = tokens_of("512 300 0 612 300 0"), tokens_of("510 300 0 615 300 0")
+    memory = SessionMemory(answer=tuple(written), target_answer=tuple(own), drift=(1.0, 0.0, 0.0))
+    method = find_method("numbers")
+    assert Row(method, row, memory).drift == (3.0, 0.0, 0.0)  # one step, where nobody says
+    assert Row(method, row, memory, executed_steps=0).drift == (1.0, 0.0, 0.0)
+    assert Row(method, row, memory, executed_steps=2).drift == (0.0, 0.0, 0.0)
+    assert Row(method, row, replace(memory, executed_steps=2)).num_executed == 2
+    assert ActOptions().executed_steps is None
+
+
+def test_it_reads_the_answer_on_the_host() -> None:
+    assert find_wait(RULE) is not None
