@@ -5,6 +5,7 @@ that are over are skipped. Counts periods; knows neither clocks nor threads nor 
 """
 
 from collections import deque
+from collections.abc import Sequence
 from enum import Enum
 
 import numpy as np
@@ -30,19 +31,29 @@ class ActionQueue:
 
     `execute` is how many actions of a chunk are used if the next answer is in time; where it is
     late, the others are better than nothing, except with `Seam.WAIT`.
+    `weights` are of the chunks of an ensemble, the newest first; older ones do not count. Without
+    them all count alike, and of a switch the newest.
     """
 
     def __init__(
-        self, rules: ActionRules, seam: Seam = Seam.WAIT, execute: int | None = None
+        self,
+        rules: ActionRules,
+        seam: Seam = Seam.WAIT,
+        execute: int | None = None,
+        weights: Sequence[float] = (),
     ) -> None:
         if execute is not None and execute < 1:
             raise ValueError(f"execute must be at least 1 action of each chunk, got {execute}")
+        if any(not weight > 0 for weight in weights):
+            raise ValueError(f"weights must be above 0, got {weights}")
         self._switches, self._seam, self._execute = rules.switches, seam, execute
+        self._weights = np.array(weights)
         self._chunks: list[NDArray[np.float64]] = []  # [step, action_dim], what is left of each
         self._waits: deque[int] = deque([0], maxlen=_WAITS_KEPT)  # periods from frame to answer
         self._num_periods = self._num_executed = 0
         self._num_wanted = 0  # actions until the next answer should be there
         self._asked: tuple[int, int] | None = None  # periods and actions when the frame was taken
+        self._answered: int | None = None  # actions when the frame was taken of the last answer
 
     def __len__(self) -> int:
         return max(map(len, self._chunks), default=0)
@@ -57,9 +68,13 @@ class ActionQueue:
             return not self._chunks
         return self._seam is Seam.ENSEMBLE or self._num_wanted <= max(self._waits)
 
-    def ask(self) -> None:
-        """Say that a frame has been taken, before this period's action: `refill` answers it."""
+    def ask(self) -> int | None:
+        """Say that a frame has been taken, before this period's action: `refill` answers it.
+
+        Returns how many actions were executed since the last frame that was answered with several.
+        """
         self._asked = self._num_periods, self._num_executed
+        return None if self._answered is None else self._num_executed - self._answered
 
     def refill(self, chunk: ActionChunk) -> None:
         """Take the answer to the frame. It is void where the queue was cleared in between."""
@@ -67,6 +82,7 @@ class ActionQueue:
             return
         (periods, executed), self._asked = self._asked, None
         self._waits.append(self._num_periods - periods)
+        self._answered = executed if len(chunk.actions) > 1 else None
         # An answer that comes when all of it is over still says what to do last.
         first = min(self._num_executed - executed, len(chunk.actions) - 1)
         left = np.array(chunk.actions[first:])  # whoever made them may write them again
@@ -74,6 +90,8 @@ class ActionQueue:
         if self._seam is Seam.WAIT:
             left = left[: self._num_wanted]
         self._chunks = [*self._chunks, left] if self._seam is Seam.ENSEMBLE else [left]
+        if len(self._weights):
+            self._chunks = self._chunks[-len(self._weights) :]
 
     def next(self) -> Action | None:
         """Take this period's action. None where there is none: the robot holds."""
@@ -82,11 +100,21 @@ class ActionQueue:
             return None
         self._num_executed += 1
         self._num_wanted -= 1
-        actions = [chunk[0] for chunk in self._chunks]
+        actions = np.array([chunk[0] for chunk in self._chunks])
         self._chunks = [chunk[1:] for chunk in self._chunks if len(chunk) > 1]
+        if len(self._weights):
+            return self._weighted(actions[::-1])
         action: Action = np.where(self._switches, actions[-1], np.mean(actions, axis=0))
+        return action
+
+    def _weighted(self, newest_first: NDArray[np.float64]) -> Action:
+        mean = np.average(newest_first, axis=0, weights=self._weights[: len(newest_first)])
+        # A switch is as most of the weight says, or the newest where it is even.
+        nearest = np.abs(newest_first - mean).argmin(axis=0)
+        switches = newest_first[nearest, np.arange(len(mean))]
+        action: Action = np.where(self._switches, switches, mean)
         return action
 
     def clear(self) -> None:
         """Forget what is left, and the question under way: nothing from before is executed."""
-        self._chunks, self._asked, self._num_wanted = [], None, 0
+        self._chunks, self._asked, self._num_wanted, self._answered = [], None, 0, None

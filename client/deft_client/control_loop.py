@@ -67,6 +67,7 @@ class LoopSettings:
     options: ActOptions = field(default_factory=lambda: ActOptions(deadline_ms=500))
     execute: int | None = None  # actions of a chunk that are used if the next answer is in time
     seam: Seam = Seam.WAIT
+    weights: tuple[float, ...] = ()  # of an ensemble: see `ActionQueue`
     # The policy is not asked with a frame older than this; frames say when they were taken.
     max_frame_age_s: float | None = None
     give_up_after_s: float | None = None  # without an action; None: hold for as long as it takes
@@ -112,7 +113,8 @@ class ControlLoop:
         self._policy, self._arm, self._rules = policy, arm, rules
         self._settings = settings or LoopSettings()
         self._changed = threading.Condition()  # holds the next three
-        self._queue = ActionQueue(rules, self._settings.seam, self._settings.execute)
+        ours = self._settings
+        self._queue = ActionQueue(rules, ours.seam, ours.execute, ours.weights)
         self._is_asking = False
         self._is_new_episode = True
         self._stopping = threading.Event()
@@ -350,8 +352,9 @@ class ControlLoop:
         with self._changed:
             if self._is_new_episode:  # since a moment ago
                 return None
-            self._queue.ask()
-        chunk = self._policy.act(observation, self._settings.options)
+            executed = self._queue.ask()
+        options = replace(self._settings.options, executed_steps=executed)
+        chunk = self._policy.act(observation, options)
         self._rules.check(chunk.actions)
         return chunk
 

@@ -34,7 +34,7 @@ def full_message() -> ActMessage:
     )
     options = ActOptions(
         "robot-1", 150.0, "libero_goal", "lossless", 9,
-        want_trace=True, want_reasoning=True, max_tokens=320, want_log_probs=True,
+        want_trace=True, want_reasoning=True, max_tokens=320, want_log_probs=True, executed_steps=3,
     )  # fmt: skip
     return ActMessage(observation, options)
 

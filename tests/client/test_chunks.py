@@ -153,6 +153,53 @@ def test_a_switch_is_never_between_its_values():
     assert executed.tolist() == [[0.0, 1.5, -1.0], [0.0, 1.5, 1.0], [-0.5, 2.0, 1.0]]
 
 
+def test_weights_are_of_the_newest_chunk_and_of_those_before() -> None:
+    """VLA-0's evaluation: the newest 1, each older 0.5, eight at most."""
+    weights = (1.0, 0.5, 0.5)
+    queue = ActionQueue(JOINT, Seam.ENSEMBLE, weights=weights)
+    answers = [np.random.default_rng(seed).normal(size=(4, 1)) for seed in range(9)]
+    for period, actions in enumerate(answers):
+        refill(queue, ActionChunk(actions))
+        known = [
+            (weight, answers[period - age][age, 0])
+            for age, weight in enumerate(weights)
+            if period >= age
+        ]
+        total = sum(weight for weight, _ in known)
+        action = queue.next()
+        assert action is not None
+        assert action[0] == pytest.approx(sum(weight * one for weight, one in known) / total)
+    with pytest.raises(ValueError, match="above 0"):
+        ActionQueue(JOINT, Seam.ENSEMBLE, weights=(1.0, 0.0))
+
+
+def test_with_weights_a_switch_is_as_most_of_them_say() -> None:
+    queue = ActionQueue(ARM, Seam.ENSEMBLE, weights=(1.0, 0.6, 0.6))
+    refill(queue, ActionChunk(np.array([[0.0, 0.0, -1.0]] * 4)))
+    refill(queue, ActionChunk(np.array([[0.0, 0.0, -1.0]] * 4)))
+    refill(queue, ActionChunk(np.array([[0.0, 0.0, 1.0]] * 4)))
+    assert [queue.next()[2] for _ in range(2)] == [-1.0, -1.0]
+    refill(queue, ActionChunk(np.array([[0.0, 0.0, 1.0]] * 2)))
+    assert queue.next()[2] == 1.0
+
+
+def test_the_next_frame_knows_how_many_actions_were_executed_since_the_last() -> None:
+    queue = ActionQueue(JOINT, Seam.SWITCH)
+    assert queue.ask() is None
+    queue.refill(numbered(0))
+    for _ in range(3):
+        queue.next()
+    assert queue.ask() == 3
+    queue.next()
+    queue.refill(numbered(3))
+    queue.next()
+    assert queue.ask() == 2
+    queue.clear()
+    assert queue.ask() is None
+    queue.refill(chunk(1))
+    assert queue.ask() is None  # of single actions nothing is left
+
+
 def test_what_is_left_of_an_older_chunk_still_counts_where_the_newest_is_over():
     queue = ActionQueue(JOINT, Seam.ENSEMBLE)
     refill(queue, chunk(1, 1, 1))

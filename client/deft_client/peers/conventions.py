@@ -10,6 +10,8 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+from deft_client.chunks import Seam
+
 ARM_DIMENSIONS = 7  # position, rotation and gripper: the only layout whose gripper is known
 
 
@@ -41,7 +43,8 @@ class Convention:
     """One project's conventions.
 
     `executed_steps` is how many actions of an answer its client executes before it sends the next
-    observation; None means all of them.
+    observation; None means all of them. `weights` are of the answers of an ensemble, the newest
+    first.
     """
 
     name: str
@@ -49,10 +52,17 @@ class Convention:
     client_chain: ClientChain = ClientChain.NONE
     executed_steps: int | None = None
     wrist_camera: bool = False
+    seam: Seam = Seam.WAIT
+    weights: tuple[float, ...] = ()
     # Of our server, where its clients may call, for /v1/info:
     endpoint: str = ""
     frame: str = ""  # what the client has done to the frame before it is sent
     reply: str = ""
+
+    @property
+    def asks_deft(self) -> bool:
+        """Whether evaluations ask in our own protocol."""
+        return self.name in ("deft", "vla0")
 
     def sentence(self, chain: str, policy_chain: str) -> str:
         """Say it in one line; `chain` is what the endpoint does to frames."""
@@ -111,7 +121,18 @@ VLA_EVAL = Convention(
     frame="upright, as rendered",
     reply="one array [action_dim] per observation, float64, executed as it is",
 )
-CONVENTIONS = {one.name: one for one in (DEFT, OPENVLA, OFT, OPENPI, REALTIME, VLA_EVAL)}
+VLA0 = Convention(
+    "vla0",
+    Gripper.ROBOSUITE,
+    executed_steps=1,
+    wrist_camera=True,
+    seam=Seam.ENSEMBLE,
+    weights=(1.0,) + (0.5,) * 7,
+    endpoint="POST /predict_base64 (VLA-0)",
+    frame="rotated by the client",
+    reply="list of lists [step][action_dim], as the policy says it",
+)
+CONVENTIONS = {one.name: one for one in (DEFT, OPENVLA, OFT, OPENPI, REALTIME, VLA_EVAL, VLA0)}
 
 
 def to_robosuite(actions: NDArray[np.float64]) -> NDArray[np.float64]:

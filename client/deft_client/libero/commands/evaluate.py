@@ -40,8 +40,8 @@ def read_options(arguments: list[str]) -> argparse.Namespace:
     options.suites = tuple(dict.fromkeys(options.suites))
     # Without a method the server chooses.
     options.decoding = tuple(dict.fromkeys(map(method_text, options.decoding or ()))) or (None,)
-    options.seam, options.video = Seam(options.seam), VideoChoice(options.video)
-    options.source = _source(options)
+    options.video, options.source = VideoChoice(options.video), _source(options)
+    options.seam = Seam(options.seam or options.source.profile.seam)
     return options
 
 
@@ -115,6 +115,10 @@ def _add_policy(group: Group) -> None:
         help="what the last number of an action means (default: as the profile says)",
     )  # fmt: skip
     group.add_argument(
+        "--wrist", action="store_true",
+        help="show the wrist camera, too (default: as the profile says)",
+    )  # fmt: skip
+    group.add_argument(
         "--executed-steps", type=int, metavar="N",
         help="actions of an answer to execute before asking again (default: as the profile says)",
     )  # fmt: skip
@@ -126,8 +130,8 @@ def _add_simulation(group: Group) -> None:
         help="the simulator goes on at 20 Hz, and the arm holds until an answer comes",
     )  # fmt: skip
     group.add_argument(
-        "--seam", choices=[one.value for one in Seam], default=Seam.WAIT.value,
-        help="in real time, how one chunk of actions gives way to the next (default: %(default)s)",
+        "--seam", choices=[one.value for one in Seam],
+        help="how one chunk of actions gives way to the next (default: as the profile says)",
     )  # fmt: skip
     group.add_argument(
         "--lock-step", action="store_true",
@@ -216,6 +220,8 @@ def _profile(options: argparse.Namespace) -> Convention:
         profile = replace(profile, client_chain=ClientChain(options.image_chain))
     if options.gripper is not None:
         profile = replace(profile, gripper=Gripper(options.gripper))
+    if options.wrist:
+        profile = replace(profile, wrist_camera=True)
     if options.executed_steps is not None:
         profile = replace(profile, executed_steps=options.executed_steps)
     return profile

@@ -133,17 +133,20 @@ class EpisodePlayer:
         return self.log
 
     def _play_in_lock_step(self) -> None:
+        queue = self._new_queue()
         while not self._is_over:
             step = len(self.log.actions)
-            try:
-                chunk = self._policy.act(self._observe())
-            except NoActionError:
-                self._execute(self._hold())
-                continue
-            self.log.answers.append(AnswerRecord.of(chunk, step, step))
-            for action in chunk.actions[: self._config.executed_steps]:
-                if not self._is_over:
-                    self._execute(action)
+            if queue.is_due:
+                try:
+                    chunk = self._policy.act(self._observe())
+                except NoActionError:
+                    pass  # an ensemble goes on with what is left of it
+                else:
+                    self.log.answers.append(AnswerRecord.of(chunk, step, step))
+                    queue.ask()
+                    queue.refill(chunk)
+            action = queue.next()
+            self._execute(self._hold() if action is None else action)
 
     def _play_in_real_time(self, clock: Clock, calls: BackgroundCalls) -> None:
         """Make a step every 1/20 s with the action there is; without one the arm holds.
@@ -152,9 +155,7 @@ class EpisodePlayer:
         whose frame it answers: with a simulator that keeps pace this is the moment it arrives, and
         with one that does not, waiting for the simulator is not counted in the policy's favour.
         """
-        queue = ActionQueue(
-            conventions.ACTION_RULES, self._config.seam, self._config.executed_steps
-        )
+        queue = self._new_queue()
         asked_step: int | None = None  # whose frame is on its way
         answer: tuple[ActionChunk, float] | None = None  # has come, but is not yet due
         action: NDArray[np.float64] | None = None
@@ -191,6 +192,11 @@ class EpisodePlayer:
                 due_s = clock.now_s()
             else:
                 clock.sleep_until(due_s)
+
+    def _new_queue(self) -> ActionQueue:
+        config = self._config
+        weights = config.source.profile.weights
+        return ActionQueue(conventions.ACTION_RULES, config.seam, config.executed_steps, weights)
 
     @property
     def _is_over(self) -> bool:

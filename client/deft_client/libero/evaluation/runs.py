@@ -67,7 +67,7 @@ class RunConfig:
     simulator: str = LIBERO
     environment: EnvironmentSettings = field(default_factory=EnvironmentSettings)
     pacing: Pacing = Pacing.LOCK_STEP
-    seam: Seam = Seam.WAIT  # in real time
+    seam: Seam = Seam.WAIT
     step_limit: int = 0
     seed: int = 7  # of Python's and numpy's global generators, in every episode
     assets: str = ""  # what the simulator shows, as results name it
@@ -126,10 +126,15 @@ class RunConfig:
             yield f"moved-{100 * self.environment.widen_metres:g}cm"
         if self.pacing is Pacing.REAL_TIME:
             yield "real-time"
-            if self.seam is not Seam.WAIT:
-                yield self.seam.value
+        if self.seam is not Seam.WAIT and self._uses_seam:
+            yield self.seam.value
         if source.network_delay_ms > 0:
             yield f"delay{source.network_delay_ms:g}ms"
+
+    @property
+    def _uses_seam(self) -> bool:
+        """In lock step chunks follow each other whatever the seam, but for an ensemble."""
+        return self.pacing is Pacing.REAL_TIME or self.seam is Seam.ENSEMBLE
 
     def _options(self) -> dict[str, str]:
         """Everything that was decided on this side and that changes what a result means."""
@@ -149,7 +154,7 @@ class RunConfig:
             "profile": source.profile.name,
             **({"reasoning": "aloud"} if source.options.want_reasoning else {}),
             "radius": "" if source.options.radius is None else str(source.options.radius),
-            **({"seam": self.seam.value} if self.pacing is Pacing.REAL_TIME else {}),
+            **({"seam": self.seam.value} if self._uses_seam else {}),
             "seed": str(self.seed),
             "statistics_key": source.options.statistics_key or "",
             "step_limit": str(self.step_limit),

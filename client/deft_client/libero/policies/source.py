@@ -28,6 +28,7 @@ from deft_client.peers.conventions import (
     OFT,
     OPENPI,
     OPENVLA,
+    VLA0,
     ClientChain,
     Convention,
     Gripper,
@@ -42,7 +43,7 @@ PROBE_TIMEOUT_S = 2.0
 OPENPI_SIZE = 224
 
 
-PROFILES = {one.name: one for one in (DEFT, OPENVLA, OFT, OPENPI)}  # that our client speaks
+PROFILES = {one.name: one for one in (DEFT, OPENVLA, OFT, OPENPI, VLA0)}  # that our client speaks
 
 
 def check_chain(profile: Convention, info: ServerInfo | None) -> None:
@@ -198,7 +199,8 @@ def _build_peer(source: PolicySource) -> EpisodePolicy:
     retries = replace(source.settings.retries, only_when_overloaded=True)
     client_class = StreamClient if source.stream else PolicyClient
     client = client_class(source.url, replace(source.settings, retries=retries))
-    return DeftPolicy(client, source.options)
+    executed = source.profile.executed_steps
+    return DeftPolicy(client, replace(source.options, executed_steps=executed))
 
 
 def describe_server(source: PolicySource) -> ServerInfo | None:
@@ -213,7 +215,7 @@ def describe_server(source: PolicySource) -> ServerInfo | None:
         try:
             return client.info()
         except DeftError as error:
-            if source.profile.name == "deft" or isinstance(error, ServerUnreachableError):
+            if source.profile.asks_deft or isinstance(error, ServerUnreachableError):
                 raise
             return None
 
@@ -222,7 +224,7 @@ def check_server(source: PolicySource) -> None:
     """Return if the server would answer an observation now; raise DeftError otherwise."""
     if source.factory:
         return
-    if source.profile.name == "deft":
+    if source.profile.asks_deft:
         timeouts = replace(
             source.settings.timeouts, connect_s=PROBE_TIMEOUT_S, answer_s=PROBE_TIMEOUT_S
         )

@@ -4,6 +4,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from deft_client.chunks import Seam
 from deft_client.errors import NoActionError, Problem
 from deft_client.libero.evaluation.episode import EpisodeLog, EpisodePlayer
 from deft_client.libero.evaluation.runs import RunConfig, VideoChoice
@@ -74,6 +75,17 @@ def test_a_chunk_is_executed_to_its_end_before_the_next_observation() -> None:
 def test_a_part_of_a_chunk_is_executed_where_the_profile_says_so() -> None:
     log = _play(CountingEnvironment(), EchoPolicy(chunk_length=8), _config(executed_steps=2))
     assert _first_numbers(log.actions) == [10, 10, 12, 12, 14]
+
+
+def test_an_ensemble_asks_at_every_step_and_averages_what_was_answered() -> None:
+    source = PolicySource(profile=PROFILES["vla0"])
+    config = replace(_config(), seam=Seam.ENSEMBLE, source=source, step_limit=3)
+    log = _play(CountingEnvironment(), EchoPolicy(chunk_length=8), config)
+    assert len(log.answers) == len(log.actions) == 3
+    plain = _play(CountingEnvironment(), EchoPolicy(chunk_length=8), _config(executed_steps=1))
+    first, second = (one[0] for one in plain.actions[:2])
+    assert log.actions[0][0] == first
+    assert first <= log.actions[1][0] != second
 
 
 def test_latency_passes_and_accepted_lengths_are_kept_for_every_answer() -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from deft_client.types import ActOptions
-from deft_policies.decoding.acceptance.host_waits import find_wait
 from deft_policies.decoding.acceptance.numbers import (
     END,
     SPACE,
@@ -234,7 +233,3 @@ def test_the_drift_counts_steps_that_were_executed() -> None:
     assert Row(method, row, memory, executed_steps=2).drift == (0.0, 0.0, 0.0)
     assert Row(method, row, replace(memory, executed_steps=2)).num_executed == 2
     assert ActOptions().executed_steps is None
-
-
-def test_it_reads_the_answer_on_the_host() -> None:
-    assert find_wait(RULE) is not None

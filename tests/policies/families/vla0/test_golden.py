@@ -242,7 +242,8 @@ def test_near_numbers_stand_by_name_alone() -> None:
     assert "deft" not in policy.info.decoding_methods  # it would relax digits
     session = variant("tied")["sessions"][0]
     found = answers(policy_of("tied", "numbers"), session["frames"], session["instruction"])
-    assert np.mean([one["passes"] for one in found[1:]]) <= MOST_PASSES["tied"]
+    for answered, frame in zip(found, session["frames"], strict=True):
+        assert answered["passes"] * 2 < len(frame["generated_ids"]) or answered is found[0]
 
 
 def test_a_request_says_how_many_rows_were_executed() -> None:
