@@ -14,6 +14,7 @@ from deft_policies.base import Policy
 from deft_server.compat.act_route import build_config_router, build_peer_act_route
 from deft_server.compat.profiles import conventions
 from deft_server.compat.socket_route import build_socket_routes
+from deft_server.compat.vla0_route import build_vla0_routes
 from deft_server.dashboard.pages import build_document_routes, build_page_routes
 from deft_server.http.gate import Gate
 from deft_server.http.openapi import describe_bodies
@@ -91,6 +92,7 @@ def create_app(
         build_act_route(service),
         build_stream_route(service),
         build_peer_act_route(service),
+        *build_vla0_routes(service),
         *build_socket_routes(service),
         *build_document_routes("/dashboard" if settings.dashboard else "/docs"),
         *(build_page_routes(service) if settings.dashboard else ()),

@@ -409,6 +409,23 @@ def oft_profile(server: Server) -> Answers:
     return recorded
 
 
+def vla0(server: Server) -> Answers:
+    """`POST /predict_base64` as VLA-0's robots call it."""
+    file = BytesIO()
+    np.save(file, PICTURE)
+    picture = base64.b64encode(file.getvalue()).decode()
+    good = {"base64_rgb": [picture, picture], "state": [0.0] * 6, "instr": INSTRUCTION}
+    bodies: dict[str, Any] = {
+        "plain": good,
+        "no picture": without(good, "base64_rgb"),
+        "no state": without(good, "state"),
+        "no instruction": {**good, "instr": None},
+        "a PNG": {**good, "base64_rgb": [base64.b64encode(PNG).decode()]},
+        "a list": [1],
+    }
+    return answers(server, {name: post("/predict_base64", one) for name, one in bodies.items()})
+
+
 def keys_and_limits() -> Answers:
     """A server that asks for keys and takes small messages, few frames and calls by name."""
     with tempfile.TemporaryDirectory() as folder:
@@ -597,6 +614,7 @@ SHARED = (
 RECORDINGS: dict[str, Callable[[], Any]] = {
     **{name: partial(of_constant_server, name) for name in SHARED},
     "oft_profile": partial(alone, oft_profile, "--profile", "oft"),
+    "vla0": partial(alone, vla0),
     "keys_and_limits": keys_and_limits,
     "tiny_openvla": tiny_openvla,
 }

@@ -7,8 +7,19 @@ chain); which of them does is set explicitly. `/v1/info` shows the conventions u
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
+from numpy.typing import NDArray
+
 from deft_client.image_chain import ImageChain
-from deft_client.peers.conventions import CONVENTIONS, OPENPI, REALTIME, VLA_EVAL
+from deft_client.peers.conventions import (
+    CONVENTIONS,
+    OPENPI,
+    REALTIME,
+    VLA0,
+    VLA_EVAL,
+    Convention,
+    Gripper,
+)
 from deft_client.types import ServerInfo
 from deft_client.wire.messages import ActMessage
 from deft_server.serving.access import Caller
@@ -23,10 +34,20 @@ def conventions(settings: Settings, info: ServerInfo) -> dict[str, str]:
         OPENPI: settings.socket_image_chain,
         REALTIME: settings.socket_image_chain,
         VLA_EVAL: settings.socket_image_chain,
+        VLA0: ImageChain.NONE,
     }
     return {
         one.endpoint: one.sentence(chain.value, info.image_chain) for one, chain in chains.items()
     }
+
+
+def in_convention(
+    actions: NDArray[np.float64], convention: Convention, info: ServerInfo
+) -> NDArray[np.float64]:
+    """Return actions as the clients expect them; a policy may speak their dialect itself."""
+    if info.details.get("gripper") == Gripper.ROBOSUITE.meaning:
+        return actions
+    return convention.from_policy(actions)
 
 
 _STAYS_S = 10.0

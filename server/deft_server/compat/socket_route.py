@@ -34,7 +34,7 @@ from deft_client.types import ActionChunk, ActOptions, ServerInfo
 from deft_client.wire.fields import brief
 from deft_client.wire.messages import ActMessage
 from deft_policies.errors import PolicyError
-from deft_server.compat.profiles import prepared, staying
+from deft_server.compat.profiles import in_convention, prepared, staying
 from deft_server.errors import ServerError
 from deft_server.http.connections import STOP_PINGS
 from deft_server.http.problems import describe
@@ -130,9 +130,9 @@ class ActionPlan:
         self._instruction, self._used_s = instruction, now_s
         return self._actions.popleft() if self._actions else None
 
-    def follow(self, chunk: ActionChunk) -> NDArray[np.float64]:
+    def follow(self, actions: NDArray[np.float64]) -> NDArray[np.float64]:
         """Keep a new chunk, and return its first action."""
-        self._actions = deque(VLA_EVAL.from_policy(chunk.actions))
+        self._actions = deque(actions)
         return self._actions.popleft()
 
     def forget(self) -> None:
@@ -221,7 +221,7 @@ class _PeerSocket(RobotSocket):
         timings = chunk.timings
         policy_ms = timings.total_ms - timings.queue_ms - timings.wire_ms
         result = {
-            "actions": OPENPI.from_policy(chunk.actions),
+            "actions": in_convention(chunk.actions, OPENPI, self.service.info),
             "policy_timing": {"infer_ms": policy_ms},
             "server_timing": {"infer_ms": spent_ms, **self._told_before},
         }
@@ -241,7 +241,9 @@ class _PeerSocket(RobotSocket):
             action = self._plan.next_action(message, arrived_s)
             if action is None:
                 request = vla_eval_request(message.payload, self.limits)
-                action = self._plan.follow(await self.act(request, arrived_s))
+                chunk = await self.act(request, arrived_s)
+                actions = in_convention(chunk.actions, VLA_EVAL, self.service.info)
+                action = self._plan.follow(actions)
             kind, payload = MessageType.ACTION, {"actions": action}
         except (WireError, PolicyError, ServerError) as error:
             detail = describe(error, self.connection).detail
@@ -268,7 +270,8 @@ class _RealtimeSocket(_PeerSocket):
         if endpoint == "reset":
             return _ENDED_EPISODE
         chunk = await self.act(openpi_request(fields, self.limits), arrived_s)
-        return pack(REALTIME.from_policy(chunk.actions).astype(np.float32))
+        actions = in_convention(chunk.actions, REALTIME, self.service.info)
+        return pack(actions.astype(np.float32))
 
     async def tell(self, problem: Problem) -> None:
         text = f"{problem.title}: {problem.detail}"

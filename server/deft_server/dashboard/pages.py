@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 from PIL import Image as pillow
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
@@ -94,7 +94,9 @@ def build_document_routes(start: str) -> list[BaseRoute]:
         return static["docs.html"]
 
     async def root(request: Request) -> Response:
-        return RedirectResponse(start)
+        if "text/html" in request.headers.get("accept", ""):
+            return RedirectResponse(start)
+        return JSONResponse({"status": "ok"})  # VLA-0's clients ask so
 
     async def asset(request: Request) -> Response:
         return static.get(request.path_params["name"]) or Response(status_code=404)

@@ -37,7 +37,8 @@ OPEN_PATHS = frozenset(
 METRICS_PATH = "/metrics"
 ANY_HOST_PATHS = frozenset(("/healthz", "/readyz", METRICS_PATH))  # probes use what names they like
 PAGES_PREFIX = "/dashboard"  # the feed asks for a key itself: browsers cannot send a header
-FRAME_PATHS = frozenset(("/v1/act", "/act"))  # whose bodies may be large
+# Whose bodies may be large.
+FRAME_PATHS = frozenset(("/v1/act", "/act", "/predict_base64", "/predict_base64_stream"))
 _CALLER = "deft.caller"
 NOBODY = "(none)"  # in place of a key's name, where no key was accepted
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")

@@ -68,6 +68,8 @@ def describe_bodies(document: Json, limits: WireLimits, plain: Collection[str]) 
     describe("/v1/act", "post", answers, _ERRORS, _act_body(), _ACT)
     legacy = _body(_json("LegacyAct"))
     describe("/act", "post", _json("Anything"), ("401", "413"), legacy, _LEGACY_ACT)
+    for path in ("/predict_base64", "/predict_base64_stream"):
+        describe(path, "post", _json("Anything"), body=legacy, summary=_VLA0)
     describe("/v1/reset", "post", _json("WasReset"), body=_body(_json("Reset")))
     describe("/v1/info", "get", _json("ServerInfo"))
     describe("/v1/admin/reset_all", "post", _json("Ended"))
@@ -79,6 +81,7 @@ def describe_bodies(document: Json, limits: WireLimits, plain: Collection[str]) 
 
 
 _ACT = "Answer one observation, or several, with the actions that follow."
+_VLA0 = "Answer a client of VLA-0; see docs/protocols.md."
 _LEGACY_ACT = "Answer a client of OpenVLA; errors are the text `error`, see docs/protocols.md."
 _BINARY: Json = {"type": "string", "format": "binary"}
 _TEXT: Json = {"type": "string"}

@@ -23,7 +23,6 @@ from websockets.uri import parse_uri
 from deft_client.peers.arrays import pack, unpack
 from deft_client.peers.conventions import OPENPI
 from deft_client.peers.vla_eval import Message, MessageType, read_message
-from deft_client.types import ActionChunk
 from deft_policies.constant import ConstantPolicy
 from deft_server.app import DeftApp
 from deft_server.compat.socket_route import PLAN_LASTS_S, ActionPlan, greeting
@@ -229,7 +228,7 @@ def test_a_plan_does_not_outlast_a_long_pause() -> None:
     plan = ActionPlan()
     message = read_message(unpack(vla_observation(1)))
     assert plan.next_action(message, 0.0) is None
-    plan.follow(ActionChunk(np.zeros((3, 7))))
+    plan.follow(np.zeros((3, 7)))
     assert plan.next_action(message, PLAN_LASTS_S) is not None
     assert plan.next_action(message, 2.1 * PLAN_LASTS_S) is None
 
@@ -356,7 +355,10 @@ def test_it_asks_for_a_key_although_the_page_at_its_address_is_open(
     keys = tmp_path / "keys.toml"
     keys.write_text('[arm]\nkey = "a-key-of-some-robot-arm"\n')
     with client_of(build_app(policy, Settings(keys_file=keys))) as client:
-        assert client.get("/", follow_redirects=False).status_code == 307
+        assert (
+            client.get("/", headers={"accept": "text/html"}, follow_redirects=False).status_code
+            == 307
+        )
         with pytest.raises(WebSocketDenialResponse), client.websocket_connect("/"):
             pass
         known = {"authorization": "Bearer a-key-of-some-robot-arm"}

@@ -95,7 +95,12 @@ def test_the_bare_address_leads_to_the_dashboard_without_a_key(tmp_path: Path) -
     keys = tmp_path / "keys.toml"
     keys.write_text('[boss]\nkey = "a-key-of-the-administrator"\nadmin = true\n')
     with client_of(build_app(Settings(keys_file=keys))) as client:
-        assert client.get("/", follow_redirects=False).headers["location"] == "/dashboard"
+        assert (
+            client.get("/", headers={"accept": "text/html"}, follow_redirects=False).headers[
+                "location"
+            ]
+            == "/dashboard"
+        )
         assert client.get("/docs").status_code == 200
 
 
@@ -297,7 +302,12 @@ def test_a_page_of_another_site_cannot_open_the_feed(client: TestClient) -> None
 def test_the_dashboard_can_be_switched_off() -> None:
     with client_of(build_app(Settings(dashboard=False))) as client:
         assert client.get("/dashboard").status_code == 404
-        assert client.get("/", follow_redirects=False).headers["location"] == "/docs"
+        assert (
+            client.get("/", headers={"accept": "text/html"}, follow_redirects=False).headers[
+                "location"
+            ]
+            == "/docs"
+        )
         assert client.get("/docs").status_code == 200
 
 

@@ -19,6 +19,7 @@ from deft_policies.families.vla0.network import (
     read_config,
 )
 from deft_policies.families.vla0.run_folder import is_run_folder, read_run
+from deft_policies.model.formats import Quantization
 from deft_policies.model.layout import Reserve, StepRunner
 from deft_policies.model.quantization import check_quantization
 from deft_policies.model.statistics import ActionStatistics
@@ -67,6 +68,11 @@ class Vla0Family(Family):
             "--image-chain": options.image_chain,
             "--action-rows-only": options.action_rows_only or None,
         }
+        if options.quantization not in (Quantization.NONE, Quantization.INT8):
+            raise CheckpointError(
+                f"--quantize {options.quantization.value}: vla0 is served in int8 or unquantized; "
+                "nobody has compared its numbers in another format"
+            )
         given = [name for name, value in said.items() if value is not None]
         if given:
             raise CheckpointError(

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from deft_client.peers.conventions import Gripper
 from deft_client.types import Observation
 from deft_policies.decoding.acceptance.numbers import END, SPACE
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
@@ -80,6 +81,7 @@ class Vla0(TokenModel):
             "prompt": "Picture 1: " if run.names_pictures else "pictures have no names",
             "repetition penalty": f"{run.repetition_penalty:g}",
             "longest answer": f"{max_tokens} tokens",
+            "gripper": Gripper.ROBOSUITE.meaning,
         }
 
     def form(self, key: str) -> AnswerSpec:

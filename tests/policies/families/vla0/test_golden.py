@@ -228,6 +228,7 @@ def test_what_says_nothing_to_it_is_refused() -> None:
         (replace(run, prompt="vicuna"), "--prompt"),
         (replace(run, num_pictures=2), "--pictures"),
         (replace(run, num_steps=8, family="vla0"), "--chunk"),
+        (replace(run, quantization=Quantization.FP8), "fp8"),
     ):
         with pytest.raises(CheckpointError, match=flag):
             open_model(options)

@@ -1,0 +1,80 @@
+"""The messages of VLA-0's own clients: pictures as base64 of .npy files, answers as bare lists."""
+
+import json
+from collections.abc import Iterator, Mapping
+from io import BytesIO
+
+import numpy as np
+from numpy.lib import format as npy
+
+from deft_client.errors import MalformedMessageError, MessageTooLargeError, UnusableValueError
+from deft_client.peers.arrays import (
+    check_camera_count,
+    read_frame,
+    read_state,
+    read_text,
+    take,
+)
+from deft_client.types import ActionChunk, Image, Observation
+from deft_client.wire.fields import WireLimits, brief, decode_base64
+from deft_client.wire.images import array_over
+from deft_client.wire.messages import ActMessage
+
+_PICTURES = "base64_rgb"
+_MOST_HEADER = 1024  # bytes of a .npy file before its numbers
+
+
+def vla0_request(fields: Mapping[str, object], limits: WireLimits) -> ActMessage:
+    """Read what VLA-0's server takes: the frame, then wrist cameras."""
+    texts = take(fields, _PICTURES)
+    if not isinstance(texts, list) or not texts:
+        raise UnusableValueError(_PICTURES, f"must be a list of pictures, got {brief(texts)}")
+    check_camera_count(len(texts), limits)
+    image, *wrists = (
+        _read_npy(text, f"{_PICTURES}[{number}]", limits) for number, text in enumerate(texts)
+    )
+    instruction = take(fields, "instr")
+    if instruction is None:
+        raise UnusableValueError(
+            "instr", "is null; VLA-0's server would ask for 'None'. Send an instruction"
+        )
+    cameras = {f"wrist_{number}": one for number, one in enumerate(wrists, start=1)}
+    state = read_state(take(fields, "state"), "state", limits)
+    return ActMessage(Observation(image, read_text(instruction, "instr", limits), cameras, state))
+
+
+def _read_npy(text: object, field: str, limits: WireLimits) -> Image:
+    """A picture of a .npy file, whose header is read before anything is allocated."""
+    if not isinstance(text, str):
+        raise UnusableValueError(field, f"must be base64 of a .npy file, got {brief(text)}")
+    try:
+        data = decode_base64(text)
+    except ValueError as error:
+        raise MalformedMessageError(field, f"not base64: {error}") from None
+    if len(data) > 4 * limits.max_image_pixels + _MOST_HEADER:
+        raise MessageTooLargeError(field, f"{len(data)} bytes")
+    file = BytesIO(data)
+    try:
+        version = npy.read_magic(file)
+        read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+        shape, is_fortran, dtype = read(file, max_header_size=_MOST_HEADER)
+    except Exception:  # noqa: BLE001  numpy raises what its parser of headers does
+        raise MalformedMessageError(field, "not a .npy file of numbers") from None
+    if dtype != np.uint8 or is_fortran or len(shape) not in (2, 3) or min(shape) < 1:
+        raise UnusableValueError(
+            field, f"must be uint8 [height, width, 3] in C order, got {dtype} {list(shape)}"
+        )
+    pixels = array_over(data[file.tell() :], dtype, list(shape), field)
+    return read_frame(pixels, field, limits)
+
+
+def encode_actions(chunk: ActionChunk) -> bytes:
+    """All rows, as a list of lists."""
+    return json.dumps(chunk.actions.tolist(), separators=(",", ":")).encode()
+
+
+def encode_rows(chunk: ActionChunk, took_s: float) -> Iterator[bytes]:
+    """A line for each row, then one that says how long all took."""
+    for index, row in enumerate(chunk.actions.tolist()):
+        yield json.dumps({"index": index, "value": [row]}).encode() + b"\n"
+    yield json.dumps({"time_taken": took_s}).encode() + b"\n"

@@ -1,0 +1,114 @@
+"""VLA-0's clients get what VLA-0's server would answer, but for its mistakes."""
+
+import base64
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from io import BytesIO
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from fastapi.testclient import TestClient
+
+from deft_client.peers.arrays import pack, unpack
+from deft_policies.families.loading import load_policy
+from deft_policies.families.options import ModelOptions
+from deft_policies.model.formats import Precision
+from deft_server.app import create_app
+from tests.golden_vla0 import GOLDEN, cameras, variant
+from tests.server.running import client_of
+
+OPTIONS = ModelOptions(checkpoint=str(GOLDEN / "untied"), precision=Precision.FLOAT32)
+FRAMES = [one for one in variant("untied")["cases"] if one["valid"]]
+
+
+def npy(values: Any, **options: Any) -> str:
+    file = BytesIO()
+    np.save(file, values, **options)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def asked(frame: dict[str, Any]) -> dict[str, Any]:
+    pictures = [npy(one) for one in cameras(frame)]
+    return {"base64_rgb": pictures, "state": [0.0] * 6, "instr": frame["instruction"]}
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    with client_of(create_app(load_policy(OPTIONS))) as client:
+        yield client
+
+
+def test_the_plain_endpoint_answers_a_bare_list_of_rows(client: TestClient) -> None:
+    for frame in FRAMES[:2]:
+        response = client.post("/predict_base64", json=asked(frame))
+        assert response.status_code == 200, response.text
+        assert response.json() == frame["actions"]
+
+
+def test_the_stream_has_the_rows_of_the_plain_endpoint(client: TestClient) -> None:
+    response = client.post("/predict_base64_stream", json=asked(FRAMES[0]))
+    *rows, end = (json.loads(line) for line in response.text.splitlines())
+    assert rows == [{"index": at, "value": [row]} for at, row in enumerate(FRAMES[0]["actions"])]
+    assert list(end) == ["time_taken"]
+
+
+def test_its_clients_ask_whether_the_server_is_there(client: TestClient) -> None:
+    for path in ("/", "/health"):
+        assert client.get(path).json() == {"status": "ok"}
+
+
+def test_the_gripper_is_not_turned_around_for_clients_of_other_peers(client: TestClient) -> None:
+    """What VLA-0 was taught closes at +1 already; OpenVLA's opens at 1."""
+    image, wrist = cameras(FRAMES[0])
+    images = {"observation/image": image, "observation/wrist_image": wrist}
+    with client.websocket_connect("/") as socket:
+        socket.receive_bytes()
+        socket.send_bytes(pack({**images, "prompt": FRAMES[0]["instruction"]}))
+        answer = unpack(socket.receive_bytes())
+    assert isinstance(answer, dict)
+    assert answer["actions"].tolist() == FRAMES[0]["actions"]
+
+
+def test_an_answer_without_an_action_is_a_problem() -> None:
+    with client_of(create_app(load_policy(replace(OPTIONS, max_tokens=40)))) as client:
+        for path in ("/predict_base64", "/predict_base64_stream"):
+            response = client.post(path, json=asked(FRAMES[0]))
+            assert response.status_code == 500
+            assert response.json()["type"].endswith("no_action")
+
+
+HUGE = BytesIO()
+np.lib.format.write_array_header_1_0(
+    HUGE, {"descr": "|u1", "fortran_order": False, "shape": (1 << 20, 1 << 20, 3)}
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "field"),
+    [
+        ({"instr": None}, 422, "instr"),
+        ({"instr": 7}, 422, "instr"),
+        ({"state": None}, 422, "state"),
+        ({"base64_rgb": []}, 422, "base64_rgb"),
+        ({"base64_rgb": "text"}, 422, "base64_rgb"),
+        ({"base64_rgb": ["?"]}, 400, "base64_rgb[0]"),
+        ({"base64_rgb": [base64.b64encode(b"\x89PNG").decode()]}, 400, "base64_rgb[0]"),
+        ({"base64_rgb": [npy(np.array([{}]), allow_pickle=True)]}, 422, "base64_rgb[0]"),
+        ({"base64_rgb": [npy(np.zeros((4, 4, 3)))]}, 422, "base64_rgb[0]"),
+        ({"base64_rgb": [npy(np.zeros((0, 4, 3), np.uint8))]}, 422, "base64_rgb[0]"),
+        ({"base64_rgb": [base64.b64encode(HUGE.getvalue()).decode()]}, 422, "base64_rgb[0]"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_by_name(
+    client: TestClient, change: dict[str, Any], status: int, field: str
+) -> None:
+    response = client.post("/predict_base64", json={**asked(FRAMES[0]), **change})
+    assert (response.status_code, response.json()["field"]) == (status, field), response.text
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", msgpack.packb({})])
+def test_other_bodies_are_refused(client: TestClient, body: bytes) -> None:
+    assert client.post("/predict_base64", content=body).status_code == 400
