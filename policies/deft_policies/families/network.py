@@ -57,12 +57,12 @@ def choose_precision(
     """The number format, and why. Without a `config` no format is timed."""
     if options.precision is not None:
         return options.precision, "as asked for"
+    if options.usual_precision is not None:
+        return options.usual_precision, "as the policy's files ask"
     if device.type == "cuda":
         usual, reason = Precision.BFLOAT16, "the default on a GPU"
     else:
         usual, reason = Precision.FLOAT32, "the default on a CPU"
-    if options.usual_precision is not None:
-        usual, reason = options.usual_precision, "as the policy's files ask"
     is_plain = options.quantization is Quantization.NONE
     if device.type != "cpu" or not is_plain or not multiplies_bfloat16():
         return usual, reason

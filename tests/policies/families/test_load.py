@@ -274,6 +274,16 @@ def test_a_cpu_takes_bfloat16_where_it_is_clearly_faster(monkeypatch: pytest.Mon
     network.find_faster.cache_clear()
 
 
+def test_a_format_that_the_policys_files_ask_for_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two replicas of the small policy once timed for themselves, and answered in two formats."""
+    monkeypatch.setattr(network, "multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(network, "find_faster", lambda *_: pytest.fail("it was timed"))
+    options = replace(RANDOM, precision=None, usual_precision=Precision.FLOAT32)
+    assert load_policy(options).info.details["dtype"] == "float32"
+
+
 def test_both_formats_are_timed_on_layers_of_the_same_sizes() -> None:
     sizes = LlamaSizes(
         64, width=16, mlp_width=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8
