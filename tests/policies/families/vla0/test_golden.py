@@ -161,6 +161,32 @@ def test_a_node_is_penalised_for_its_own_path_alone() -> None:
             assert float(found[0, node, token]) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.long(seconds=20)
+def test_drafts_change_no_answer_in_two_hundred_drawn_sessions() -> None:
+    """Pictures, old answers and the rows that were executed are drawn; the first tokens count."""
+    plain, lossless = policy_of("tied", "autoregressive"), policy_of("tied", "lossless")
+    frame = observe(variant("tied")["cases"][0])
+    for session in range(200):
+        random = np.random.default_rng(session)
+        image = random.integers(0, 256, frame.image.shape, np.uint8)
+        memory = SessionMemory()
+        for _ in range(2):
+            shown = replace(frame, image=image)
+            options = ActOptions(want_trace=True, max_tokens=int(random.integers(8, 25)))
+            wanted = plain.act([ActRequest(shown, memory, options)])[0]
+            moved = replace(options, executed_steps=int(random.integers(0, 9)))
+            found = lossless.act([ActRequest(shown, memory, moved)])[0]
+            assert wanted.chunk.trace is not None
+            assert found.chunk.trace is not None
+            assert found.chunk.trace.tokens == wanted.chunk.trace.tokens
+            assert found.chunk.trace.num_passes <= wanted.chunk.trace.num_passes
+            answer = np.array(found.memory.answer)
+            drawn = random.integers(0, 11, len(answer))
+            kept = np.where(random.random(len(answer)) < 0.2, drawn, answer)
+            memory = replace(found.memory, answer=tuple(kept.tolist()))
+            image = np.roll(image, 1, axis=1)
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_no_drafts_change_an_answer(name: str) -> None:
     policy, random = policy_of(name, "lossless"), np.random.default_rng(0)
