@@ -21,7 +21,7 @@ from deft_policies.benchmark.replay import (
     replay,
     with_statistics_key,
 )
-from deft_policies.benchmark.roofline import find_limits, measure_rates
+from deft_policies.benchmark.roofline import find_limits, has_limits, measure_rates
 from deft_policies.benchmark.summary import summarise_decoding, summarise_speed
 from deft_policies.benchmark.tables import Report
 from deft_policies.commands.parse import parse_command, run_command, target_flags
@@ -234,7 +234,8 @@ def measure(
         return report
     weight = policy.model.network.decoder.embedding.weight
     rates = measure_rates(weight.device, weight.dtype)
-    rooflines = tuple(find_limits(policy, run, frames, rates) for run in runs)
+    known = runs if has_limits(policy) else ()
+    rooflines = tuple(find_limits(policy, run, frames, rates) for run in known)
     report = replace(report, rooflines=rooflines, rates=rates)
     if not isinstance(policy.model, TokenModel):
         return report

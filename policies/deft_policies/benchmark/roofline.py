@@ -205,6 +205,11 @@ def pictures_cost(policy: VlaPolicy, num_rows: int) -> Cost:
     return seen + module_cost(film, num_rows, weights)
 
 
+def has_limits(policy: VlaPolicy) -> bool:
+    """Whether it is known what a frame needs at least."""
+    return isinstance(policy.model.network.config, OpenVLAConfig)
+
+
 def _config_of(model: Model) -> OpenVLAConfig:
     config = model.network.config
     if not isinstance(config, OpenVLAConfig):
