@@ -383,6 +383,7 @@ def test_info_says_what_is_served(client: TestClient):
     assert replace(info, versions={}, details={}) == ConstantPolicy().info
     assert set(info.details) == {
         "POST /act (openvla)",
+        "POST /predict_base64 (VLA-0)",
         "WebSocket / (openpi)",
         "WebSocket / (vla-eval)",
         "WebSocket /v1/realtime/robot/openpi (vLLM-Omni)",

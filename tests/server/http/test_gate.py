@@ -35,7 +35,8 @@ JSON = {"content-type": "application/json"}
         ("/api/v1/act", "did you mean /v1/act?"),
         ("/v1/v1/act", "did you mean /v1/act?"),
         ("/act/", "did you mean /act?"),
-        ("/predict", "POST /v1/act"),
+        ("/predict", "did you mean /predict_base64?"),
+        ("/answers", "POST /v1/act"),
     ],
 )
 def test_a_frame_at_a_wrong_path_is_told_the_right_one(wrong: str, right: str):
