@@ -12,7 +12,8 @@ PYTEST_FLAGS ?=
 SERVE_FLAGS ?=
 SUITE ?= libero_object
 EVAL_FLAGS ?=
-WORKERS ?= 2
+# One more than the cores of CI: tests also wait.
+WORKERS ?= 3
 EXTRAS := server,models,quantization,training,dev
 
 BIN := $(VENV)/bin

@@ -14,6 +14,7 @@ from deft_policies.base import ActRequest
 from deft_policies.benchmark.roofline import WeightBytes
 from deft_policies.checkpoint.draft_heads import save_medusa
 from deft_policies.decoding.drafts.retrieval import RetrievalIndex, save_index
+from deft_policies.decoding.methods import PRESETS
 from deft_policies.errors import CheckpointError, DeviceError, PolicyError, RequestError
 from deft_policies.families import network
 from deft_policies.families.loading import load_float32_twin, load_policy
@@ -23,7 +24,6 @@ from deft_policies.model.draft_heads import MedusaHeads
 from deft_policies.model.formats import Precision, Quantization
 from deft_policies.model.sizes import LlamaSizes
 from tests import golden
-from tests.policies.decoding.scripts import METHODS
 
 OPTIONS = ModelOptions(
     checkpoint=str(golden.TINY_OPENVLA),
@@ -54,7 +54,7 @@ def test_the_help_names_every_method() -> None:
     parser = ArgumentParser()
     add_flags(parser.add_argument_group())
     shown = " ".join(parser.format_help().split())
-    assert f"one of {', '.join(one.name for one in METHODS)};" in shown.replace("- ", "-")
+    assert f"one of {', '.join(PRESETS)};" in shown.replace("- ", "-")
 
 
 @pytest.mark.parametrize(

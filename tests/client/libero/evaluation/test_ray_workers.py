@@ -137,6 +137,7 @@ def _kill_one_that_plays(scene: Scene) -> None:
         time.sleep(0.5)
 
 
+@pytest.mark.long(seconds=50)
 @pytest.mark.timeout(600)  # Ray starts eight processes, and on a busy machine slowly
 def test_ray_workers_play_what_one_process_plays(
     tmp_path: Path,
