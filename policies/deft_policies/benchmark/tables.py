@@ -87,7 +87,7 @@ def _say_rates(rates: DeviceRates) -> str:
 
 
 @dataclass(frozen=True)
-class Contest:
+class BenchRow:
     """A contender's numbers, and its speed-up over the baseline where it has one."""
 
     speed: Speed
@@ -121,7 +121,7 @@ class Contest:
         return self.of_drafts(form, *names) if has_others else NOTHING
 
 
-def _columns(baseline: str | None) -> list[Column[Contest]]:
+def _columns(baseline: str | None) -> list[Column[BenchRow]]:
     return [
         Column("method", lambda one: one.speed.name),
         Column(
@@ -136,7 +136,7 @@ def _columns(baseline: str | None) -> list[Column[Contest]]:
         ),
         Column(
             "times as fast (95%)",
-            Contest.speed_up,
+            BenchRow.speed_up,
             f"milliseconds of {baseline} over the method's, with the interval over episodes",
         ),
         Column(
@@ -175,11 +175,11 @@ def _columns(baseline: str | None) -> list[Column[Contest]]:
 def first_table(report: Report) -> str:
     """What one asks first: how fast each method is, and whether its answers are the same."""
     plain = next((one for one in report.speeds if one.name == report.baseline), None)
-    contests = [
-        Contest(speed, decoding, None if plain in (None, speed) else speed.faster_than(plain))
+    rows = [
+        BenchRow(speed, decoding, None if plain in (None, speed) else speed.faster_than(plain))
         for speed, decoding in zip_longest(report.speeds, report.decodings)
     ]
-    doubts = dict.fromkeys(doubt for one in contests if one.faster for doubt in one.faster.doubts)
+    doubts = dict.fromkeys(doubt for one in rows if one.faster for doubt in one.faster.doubts)
     notes = [f"No speed-up can be given: {'; '.join(doubts)}."] if doubts else []
     for one in report.decodings:
         if one.rule and not any(one.drafted_by_position):
@@ -189,7 +189,7 @@ def first_table(report: Report) -> str:
                 f"{one.name}: its rule makes the host wait for the device and runs outside "
                 f"captured rounds: {one.wait}"
             )
-    table = column_table(_columns(report.baseline), contests, aligned=True)
+    table = column_table(_columns(report.baseline), rows, aligned=True)
     return "\n".join([table, *notes])
 
 

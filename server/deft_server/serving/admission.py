@@ -15,24 +15,24 @@ from deft_server.serving.request import Failure, Request
 
 MARGIN = 2.0  # of what a frame may take, over what is expected: estimates are only so good
 TRY_EVERY_S = 5.0  # how often a frame may join although that looks too dear: prices change
-FEWER = 0.7  # times as many frames go together after one missed its deadline in company
-MORE = 0.03  # so many more after each that met it
+DECREASE = 0.7  # the limit is multiplied by it after a frame missed its deadline among others
+INCREASE = 0.015  # and grows by it after each that met its deadline
 GOOD_ROUNDS_BEFORE_GROWTH = 100
 
 
-class Company:
-    """How many frames with deadlines go together, learnt from which of them met theirs."""
+class ConcurrencyLimit:
+    """How many frames with deadlines run together: additive increase, multiplicative decrease."""
 
     def __init__(self, most: int) -> None:
-        self.limit = float(most)
+        self.value = float(most)
         self._most = most
 
     def note(self, company: float, is_late: bool) -> None:
         """Take in a frame that was over, among how many it was answered and whether too late."""
         if not is_late:
-            self.limit = min(self.limit + MORE, self._most)
+            self.value = min(self.value + INCREASE, self._most)
         elif company > 1:
-            self.limit = max(1.0, FEWER * min(self.limit, company))
+            self.value = max(1.0, DECREASE * min(self.value, company))
 
 
 class Admission:
@@ -44,7 +44,7 @@ class Admission:
         self.joins_midway = False  # whether frames may join while others are on their way
         self.in_flight: list[Request] = []  # that are with the policy, the oldest first
         self.prices = Prices()
-        self._company = Company(max_batch)
+        self._limit = ConcurrencyLimit(max_batch)
         self._most = max_batch  # of `max_batch`
         self._num_good_rounds = 0
         self._patience_s = patience_s
@@ -96,7 +96,7 @@ class Admission:
             is_whole = frame.outcome is not None or frame.deadline_s > now_s
             self.prices.observe(frame.alike, service_s, now_s, company, is_whole)
             if frame.has_deadline:
-                self._company.note(company, frame.deadline_s <= now_s)
+                self._limit.note(company, frame.deadline_s <= now_s)
 
     def limit_batches(self, ended: Sequence[Request], failures: Sequence[Failure]) -> None:
         """Halve the batch where the device gave up; let it grow after many good rounds."""
@@ -133,7 +133,7 @@ class Admission:
         company = [one for one in (*self.in_flight, *chosen) if one.is_text == frame.is_text]
         if not company:
             return True
-        if frame.has_deadline and len(company) >= self._company.limit * self.num_replicas:
+        if frame.has_deadline and len(company) >= self._limit.value * self.num_replicas:
             return False
         before = self.prices.slowdown(len(company) / self.num_replicas)
         after = self.prices.slowdown((len(company) + 1) / self.num_replicas)

@@ -14,7 +14,7 @@ address where there are none; its flows share what it gets. The rules:
 - a frame joins those that are with the policy where, at the price of so many together, none of
   them misses a deadline that it would otherwise meet (`admission`). A frame that could not meet its
   deadline alone is refused;
-- where frames miss their deadlines in company nevertheless, fewer go together (`Company`);
+- where frames miss their deadlines in company nevertheless, fewer go together (`ConcurrencyLimit`);
 - texts hold at most half of the places while actions with deadlines come.
 
 Times are seconds on any one monotonic clock.

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from deft_server.errors import DeadlineError, OverloadedError
-from deft_server.serving.admission import Company
+from deft_server.serving.admission import ConcurrencyLimit
 from deft_server.serving.queue import FrameQueue
 from deft_server.serving.request import Request
 from tests.server.serving.queued import numbers, queued
@@ -302,14 +302,14 @@ def test_joining_frames_leave_no_place_empty():
 
 
 def test_fewer_go_together_after_one_missed_its_deadline_in_company() -> None:
-    company = Company(8)
-    company.note(1.0, is_late=True)
-    assert company.limit == 8  # alone it would have been late, too
-    company.note(4.0, is_late=True)
-    assert 2 < company.limit < 3
+    limit = ConcurrencyLimit(8)
+    limit.note(1.0, is_late=True)
+    assert limit.value == 8  # alone it would have been late, too
+    limit.note(4.0, is_late=True)
+    assert 2 < limit.value < 3
     for _ in range(20):
-        company.note(4.0, is_late=True)
-    assert company.limit == 1
-    for _ in range(300):
-        company.note(1.0, is_late=False)
-    assert company.limit == 8
+        limit.note(4.0, is_late=True)
+    assert limit.value == 1
+    for _ in range(500):
+        limit.note(1.0, is_late=False)
+    assert limit.value == 8
