@@ -25,10 +25,11 @@ from deft_policies.decoding.methods import AUTOREGRESSIVE, Method, find_method
 from deft_policies.decoding.plan import Loop, Plan, TreeShape
 from deft_policies.decoding.round import Maker
 from deft_policies.decoding.target import Prompts, Target
-from deft_policies.decoding.tree import DraftTree, TokenRange
+from deft_policies.decoding.tree import DraftTree
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.draft_heads import EagleHead, head_sizes
+from deft_policies.model.sizes import TokenRange
 from deft_policies.model.staging import to_device
 from deft_policies.model.vla import VlaNetwork
 from scripts.reproduce.published import fit_acceptance

@@ -22,9 +22,8 @@ from deft_draft_training.run_directory import STATE_FILE, RunDirectory, read_sta
 from deft_draft_training.trainer import FitConfig, Net, Trainer, chosen_at
 from deft_policies.checkpoint.config import CONFIG_FILE
 from deft_policies.checkpoint.open import load_model, locate_checkpoint, open_source
-from deft_policies.decoding.tree import TokenRange
 from deft_policies.model.image import ImageProcessor
-from deft_policies.model.sizes import OpenVLAConfig
+from deft_policies.model.sizes import OpenVLAConfig, TokenRange
 from scripts.tiny_libero.data import (
     AnyBatch,
     AugmentConfig,

@@ -113,9 +113,7 @@ class PolicyNet(nn.Module):
         self.config = config
         self.model = OpenVLAModel(config)
         width = config.llm.width
-        self.position_head = nn.Sequential(
-            nn.Linear(width, width), nn.GELU(), nn.Linear(width, num_positions)
-        )
+        self.position_head = position_head(width, num_positions)
 
     def forward(self, pixels: Tensor, ids: Tensor, prompt_lengths: Tensor, steps: int) -> Tensor:
         """Hidden states that predict the answer's tokens, [row, step, width].
@@ -133,6 +131,11 @@ class PolicyNet(nn.Module):
         """Token scores and the position guess, from `forward`'s hidden states."""
         logits: Tensor = self.model.decoder.head(hidden)
         return PolicyOutput(logits, self.position_head(hidden[:, 0]))
+
+
+def position_head(width: int, num_values: int) -> nn.Sequential:
+    """Tells positions from a hidden state; only training has it."""
+    return nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, num_values))
 
 
 def initialise(net: nn.Module, seed: int) -> None:

@@ -11,6 +11,7 @@ from deft_policies.families.vla0.pictures import FRAMES, MERGE, PATCH
 from deft_policies.model.llama import LlamaDecoder, PlacedRotaryTable
 from deft_policies.model.qwen_vision import QwenVision, QwenVisionSizes
 from deft_policies.model.sizes import LlamaSizes
+from scripts.tiny_libero.model import position_head
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,7 @@ class NumberNet(nn.Module):
         self.decoder = LlamaDecoder(config.llm)
         self.decoder.head.weight = self.decoder.embedding.weight
         self.decoder.rotary = PlacedRotaryTable(config.llm, places, config.sections)
-        width = config.llm.width
-        self.position_head = nn.Sequential(
-            nn.Linear(width, width), nn.GELU(), nn.Linear(width, num_values)
-        )
+        self.position_head = position_head(config.llm.width, num_values)
 
     def forward(
         self, patches: Tensor, grid: tuple[int, int], ids: Tensor, lengths: Tensor, steps: int

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deft_draft_training.heads.samples import HeadBatch
-from deft_policies.decoding.tree import TokenRange
+from deft_policies.model.sizes import TokenRange
 
 
 @dataclass(frozen=True)

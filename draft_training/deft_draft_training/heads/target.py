@@ -14,12 +14,12 @@ from deft_draft_training.heads.samples import HeadSample
 from deft_policies import catalog
 from deft_policies.base import ActRequest
 from deft_policies.commands.parse import parse_command
-from deft_policies.decoding.tree import TokenRange
 from deft_policies.errors import PolicyError
 from deft_policies.families.loading import load_policy
 from deft_policies.families.openvla import OpenVLA
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
+from deft_policies.model.sizes import TokenRange
 
 _AUTOREGRESSIVE = ActOptions(decoding="autoregressive", want_trace=True)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from deft_policies.decoding.sampling import first_maximum
-from deft_policies.decoding.tree import DraftTree, TokenRange
+from deft_policies.decoding.tree import DraftTree
 from deft_policies.model.kv_cache import STRIP, KVCache
 from deft_policies.model.layout import (
     StepRunner,
@@ -30,6 +30,7 @@ from deft_policies.model.layout import (
 )
 from deft_policies.model.llama import LlamaDecoder, first_layers, take_rows
 from deft_policies.model.passes import LlamaPasses, PassInput
+from deft_policies.model.sizes import TokenRange
 from deft_policies.model.staging import keep_freed_memory, to_device
 
 WIDTHS = (1, 8, 16, 32, 64, 128, 256, 512)  # nodes of a pass: what is recorded; others are padded

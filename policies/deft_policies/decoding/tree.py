@@ -15,7 +15,6 @@ from torch.nn import functional
 
 from deft_policies.decoding.kinds import source_number
 from deft_policies.decoding.plan import Path, TreeShape
-from deft_policies.model.sizes import TokenRange as TokenRange  # of drafted tokens, too
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,10 @@ from deft_policies.decoding.methods import PRESETS, Method, find_method
 from deft_policies.decoding.plan import TreeShape
 from deft_policies.decoding.round import Maker
 from deft_policies.decoding.target import Prompts, Scores, Target
-from deft_policies.decoding.tree import DraftTree, TokenRange
+from deft_policies.decoding.tree import DraftTree
 from deft_policies.memory import SessionMemory
 from deft_policies.model.layout import StepRunner
+from deft_policies.model.sizes import TokenRange
 from tests.tiny_target import CPU, LENGTH
 
 # For action tokens: `numbers` judges texts, on the host.

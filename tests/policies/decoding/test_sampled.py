@@ -28,11 +28,12 @@ from deft_policies.decoding.sampling import (
     uniform,
 )
 from deft_policies.decoding.target import Scores
-from deft_policies.decoding.tree import DraftTree, TokenRange
+from deft_policies.decoding.tree import DraftTree
 from deft_policies.errors import RequestError
 from deft_policies.memory import SessionMemory
 from deft_policies.model.draft_heads import EagleHead, head_sizes
 from deft_policies.model.llama import LlamaDecoder, first_layers
+from deft_policies.model.sizes import TokenRange
 from tests.policies.decoding.scripts import Decoding, Session, tokens_of
 from tests.tiny_target import (
     CPU,

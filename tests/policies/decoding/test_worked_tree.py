@@ -19,7 +19,8 @@ from deft_policies.decoding.judge import Accepted
 from deft_policies.decoding.plan import TieBreak
 from deft_policies.decoding.sampling import first_maximum
 from deft_policies.decoding.target import Scores
-from deft_policies.decoding.tree import DraftTree, TokenRange
+from deft_policies.decoding.tree import DraftTree
+from deft_policies.model.sizes import TokenRange
 from tests.policies.decoding.trees import judged
 from tests.tiny_target import CPU, LENGTH
 

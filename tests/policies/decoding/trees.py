@@ -17,7 +17,8 @@ from deft_policies.decoding.judge import Accepted, judge
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import Loop, TieBreak
 from deft_policies.decoding.target import Scores
-from deft_policies.decoding.tree import DraftTree, TokenRange
+from deft_policies.decoding.tree import DraftTree
+from deft_policies.model.sizes import TokenRange
 from tests.tiny_target import CPU, LENGTH, path_to
 
 VOCABULARY = TokenRange(0, 59)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from deft_policies.decoding.target import Prompts, Scores, Target
-from deft_policies.decoding.tree import DraftTree, TokenRange
+from deft_policies.decoding.tree import DraftTree
 from deft_policies.model.batch_invariant import Rows, find_rows
 from deft_policies.model.formats import Quantization
 from deft_policies.model.kv_cache import KVCache
 from deft_policies.model.llama import LlamaDecoder
 from deft_policies.model.quantization import quantize_linears
-from deft_policies.model.sizes import LlamaSizes
+from deft_policies.model.sizes import LlamaSizes, TokenRange
 from tests.tiny_openvla import tiny_model
 
 SIZES = LlamaSizes(

@@ -15,9 +15,9 @@ from deft_draft_training.errors import ConfigError, DataError, DivergedError
 from deft_draft_training.optimizer import OptimizerConfig, TrainingPrecision
 from deft_draft_training.run_directory import STATE_FILE
 from deft_draft_training.trainer import chosen_at
-from deft_policies.decoding.tree import TokenRange
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.prompt import PromptEncoder, PromptTemplate
+from deft_policies.model.sizes import TokenRange
 from deft_policies.model.statistics import ActionStatistics
 from scripts.tiny_libero.data import (
     AugmentConfig,

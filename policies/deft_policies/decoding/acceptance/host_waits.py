@@ -17,7 +17,8 @@ from deft_policies.decoding.acceptance.rule import (
     SpaceTensors,
 )
 from deft_policies.decoding.target import Scores
-from deft_policies.decoding.tree import DraftTree, TokenRange
+from deft_policies.decoding.tree import DraftTree
+from deft_policies.model.sizes import TokenRange
 
 _ROWS, _NODES, _TOKENS, _WIDTH, _LENGTH = 2, 5, 16, 4, 7
 

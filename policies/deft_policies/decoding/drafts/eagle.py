@@ -9,10 +9,11 @@ from deft_policies.decoding.drafts.base import HIDDEN, DraftSource, drawing
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import MOST_BRANCHES, MOST_LEVELS, KeyMask, RopeOffset
 from deft_policies.decoding.target import Prompts, Target
-from deft_policies.decoding.tree import DraftLimits, DraftTree, Level, TokenRange
+from deft_policies.decoding.tree import DraftLimits, DraftTree, Level
 from deft_policies.model.draft_heads import EagleHead
 from deft_policies.model.kv_cache import KVCache
 from deft_policies.model.llama import take_rows
+from deft_policies.model.sizes import TokenRange
 
 _MOST_OPEN = MOST_LEVELS * MOST_BRANCHES  # nodes that get children in any tree
 

@@ -6,7 +6,8 @@ from torch import Tensor
 from deft_policies.decoding import kinds
 from deft_policies.decoding.batch import Batch
 from deft_policies.decoding.drafts.base import LOGITS, MEMORY, DraftSource, remaining_tokens
-from deft_policies.decoding.tree import Chains, DraftLimits, TokenRange
+from deft_policies.decoding.tree import Chains, DraftLimits
+from deft_policies.model.sizes import TokenRange
 
 
 class PreviousAction(DraftSource):

@@ -13,8 +13,9 @@ from deft_policies.decoding.drafts.session import NgramLookup
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import MOST_GROWN, TreeShape
 from deft_policies.decoding.target import Prompts, Target
-from deft_policies.decoding.tree import DraftLimits, DraftTree, Extend, Level, TokenRange
+from deft_policies.decoding.tree import DraftLimits, DraftTree, Extend, Level
 from deft_policies.model.llama import take_rows
+from deft_policies.model.sizes import TokenRange
 
 
 class SmallModelDrafts(DraftSource):

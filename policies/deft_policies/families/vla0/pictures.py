@@ -55,8 +55,3 @@ def to_patches(picture: NDArray[np.uint8]) -> Tensor:
     ordered = split.permute(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
     repeated = ordered.expand(-1, -1, -1, -1, -1, FRAMES, -1, -1)
     return repeated.reshape(rows * columns * MERGE**2, -1)
-
-
-def grid_of(picture: NDArray[np.uint8]) -> tuple[int, int]:
-    """Rows and columns of patches."""
-    return picture.shape[0] // PATCH, picture.shape[1] // PATCH

@@ -20,8 +20,9 @@ from deft_policies.decoding.batch import AnswerSpec, Row
 from deft_policies.decoding.judge import judge
 from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.target import Scores
-from deft_policies.decoding.tree import DraftTree, TokenRange
+from deft_policies.decoding.tree import DraftTree
 from deft_policies.memory import SessionMemory
+from deft_policies.model.sizes import TokenRange
 from tests.policies.decoding.trees import random_scored
 
 LARGEST = 1000

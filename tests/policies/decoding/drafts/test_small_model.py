@@ -19,10 +19,11 @@ from deft_policies.decoding.target import (
     Target,
     self_draft_target,
 )
-from deft_policies.decoding.tree import DraftTree, TokenRange
+from deft_policies.decoding.tree import DraftTree
 from deft_policies.errors import CheckpointError
 from deft_policies.model.kv_cache import KVCache
 from deft_policies.model.llama import LlamaDecoder, first_layers
+from deft_policies.model.sizes import TokenRange
 from tests.policies.decoding.scripts import Decoding, Session, tokens_of
 from tests.tiny_target import (
     ACTIONS,

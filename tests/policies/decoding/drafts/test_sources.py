@@ -27,10 +27,11 @@ from deft_policies.decoding.drafts.session import (
 from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.plan import TreeShape
-from deft_policies.decoding.tree import DraftTree, TokenRange
+from deft_policies.decoding.tree import DraftTree
 from deft_policies.errors import CheckpointError
 from deft_policies.memory import SessionMemory
 from deft_policies.model.draft_heads import MedusaHeads
+from deft_policies.model.sizes import TokenRange
 from tests.policies.decoding.scripts import Decoding, Session, batch_of, limits_of, pass_of
 from tests.tiny_target import (
     ACTIONS,

@@ -17,7 +17,7 @@ from deft_policies.errors import CheckpointError, NoActionError
 from deft_policies.families.vla0.network import Vla0Network, find_places, read_config
 from deft_policies.families.vla0.number_pickle import read_numbers
 from deft_policies.families.vla0.numbers import read_numbers_text, to_actions
-from deft_policies.families.vla0.pictures import grid_of, make_pictures, to_patches
+from deft_policies.families.vla0.pictures import PATCH, make_pictures, to_patches
 from deft_policies.families.vla0.prompt import (
     IMAGE_PAD,
     encode_prompt,
@@ -40,7 +40,8 @@ def test_pictures_and_patches_are_the_originals(name: str) -> None:
         assert [digest(one) for one in pictures] == frame["pictures_sha256"]
         patches = torch.cat([to_patches(one) for one in pictures])
         assert digest(patches.numpy()) == frame["pixel_values_sha256"]
-        assert [[1, *grid_of(one)] for one in pictures] == frame["image_grid_thw"]
+        grids = [[1, one.shape[0] // PATCH, one.shape[1] // PATCH] for one in pictures]
+        assert grids == frame["image_grid_thw"]
 
 
 @pytest.mark.parametrize("name", VARIANTS)
