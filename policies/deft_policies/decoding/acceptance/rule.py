@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from deft_policies.decoding.acceptance.numbers import WrittenNumbers
     from deft_policies.decoding.target import Scores
     from deft_policies.decoding.tree import DraftTree
-from deft_policies.model.sizes import TokenRange
+    from deft_policies.model.sizes import TokenRange
 
 
 class DimensionGroup(IntEnum):
