@@ -9,8 +9,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deft_policies.decoding.round import Round
-from deft_policies.model.graphs import CapturedRunner
-from deft_policies.model.layout import Reserve, Step, Tensors
+from deft_policies.model.graphs import Reserve, Step, StepRunner, Tensors
 from tests.recorder import RecordingCapturer
 
 # These allocate or describe memory; nothing runs on the device.
@@ -55,13 +54,13 @@ def is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-class UncountedRunner(CapturedRunner):
+class UncountedRunner(StepRunner):
     """What recordings do is not counted, but copying their inputs is."""
 
     counter: LaunchCounter | None = None
 
     def __init__(self, reserve: Reserve) -> None:
-        super().__init__(RecordingCapturer(), reserve)
+        super().__init__(RecordingCapturer().capture, reserve)
         self.before_rounds: list[int] = []  # operations counted before each recorded round
 
     def run(self, key: Hashable, step: Step, inputs: Tensors) -> Tensors:

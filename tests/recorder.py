@@ -16,8 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from deft_policies.model.graphs import CapturedStep
-from deft_policies.model.layout import Step, Tensors
+from deft_policies.model.graphs import CapturedStep, Step, Tensors
 
 # These make the host wait for the device, which no recording can.
 _READS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero"}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deft_policies.decoding.target import Prompts, Scores, Target
 from deft_policies.decoding.tree import DraftTree
-from deft_policies.model.layout import StepRunner
+from deft_policies.model.graphs import StepRunner
 from deft_policies.model.llama import LlamaDecoder
 from deft_policies.model.sizes import LlamaSizes, TokenRange
 

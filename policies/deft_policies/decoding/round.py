@@ -24,8 +24,8 @@ from deft_policies.decoding.plan import MOST_GROWN, Plan
 from deft_policies.decoding.sampling import first_maximum, noise_keys, top_gap
 from deft_policies.decoding.target import WIDTHS, Prompts, Scores, Target, bucket
 from deft_policies.decoding.tree import DraftLimits, DraftTree, merge
+from deft_policies.model.graphs import Tensors
 from deft_policies.model.kv_cache import KVCache
-from deft_policies.model.layout import Tensors
 from deft_policies.model.llama import take_rows
 
 _MOST_PREFILL_DRAFTS = 3

@@ -28,8 +28,8 @@ from deft_policies.families.network import load_network
 from deft_policies.families.openvla import OpenVLA, OpenVLAFamily, check_one_action, open_files
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.target import VlaTarget
+from deft_policies.model.graphs import StepRunner
 from deft_policies.model.image import ImageProcessor
-from deft_policies.model.layout import StepRunner
 from deft_policies.model.prompt import EOS_PIECE, PromptEncoder, PromptTemplate
 from deft_policies.model.sizes import OpenVLAConfig
 from deft_policies.model.statistics import ActionStatistics

@@ -25,8 +25,8 @@ from deft_policies.decoding.target import Prompts, Target
 from deft_policies.errors import RequestError
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.target import Encode
+from deft_policies.model.graphs import StepRunner
 from deft_policies.model.image import ImageProcessor
-from deft_policies.model.layout import StepRunner
 from deft_policies.model.sizes import VlaConfig
 from deft_policies.model.statistics import ActionStatistics
 from deft_policies.model.tensor_names import TensorPlace

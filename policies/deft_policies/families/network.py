@@ -17,9 +17,8 @@ from deft_policies.errors import CheckpointError, DeviceError
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.target import Encode
 from deft_policies.model.formats import Precision, Quantization
-from deft_policies.model.graphs import CapturedRunner, CudaCapturer
+from deft_policies.model.graphs import Reserve, StepRunner, capture_on_cuda
 from deft_policies.model.kv_cache import STRIP
-from deft_policies.model.layout import Reserve, StepRunner
 from deft_policies.model.llama import LlamaDecoder
 from deft_policies.model.random_weights import NAMED_SIZES, build_random_model, word_ids
 from deft_policies.model.sizes import LlamaSizes, OpenVLAConfig, TokenRange, VlaConfig
@@ -118,7 +117,7 @@ def _answer_ms(sizes: LlamaSizes, dtype: torch.dtype, is_plain: bool) -> float:
 def choose_runner(options: ModelOptions, device: torch.device, reserve: Reserve) -> StepRunner:
     """Record passes where that helps, unless the options forbid it."""
     if device.type == "cuda" and options.has_graphs:
-        return CapturedRunner(CudaCapturer(), reserve)
+        return StepRunner(partial(capture_on_cuda, torch.cuda.graph_pool_handle()), reserve)
     return StepRunner()
 
 

@@ -28,8 +28,8 @@ from deft_policies.families.oft.files import OftFile, find_file, sign_of_oft
 from deft_policies.families.options import OF_REASONING, ModelOptions
 from deft_policies.families.target import Encode, VlaTarget
 from deft_policies.model.formats import Quantization
+from deft_policies.model.graphs import Reserve, StepRunner
 from deft_policies.model.image import ImageProcessor
-from deft_policies.model.layout import Reserve, StepRunner
 from deft_policies.model.sizes import OpenVLAConfig
 from deft_policies.model.statistics import ActionStatistics
 from deft_policies.model.tensor_names import TensorPlace, tensor_places

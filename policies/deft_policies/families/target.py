@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from deft_policies.decoding.target import Prompts, Target
-from deft_policies.model.layout import StepRunner, Tensors, pad_batch
+from deft_policies.model.graphs import StepRunner, Tensors
+from deft_policies.model.layout import pad_batch
 from deft_policies.model.staging import to_device
 from deft_policies.model.vla import OpenVLAModel
 

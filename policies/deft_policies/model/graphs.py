@@ -8,16 +8,51 @@ import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deft_policies.model.layout import Reserve, Step, StepRunner, Tensors
-
 _log = logging.getLogger(__name__)
+
+Tensors = tuple[Tensor, ...]
+Step = Callable[..., Tensors]
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """What memory is set aside for, and steps are captured for, before the first frame.
+
+    Shorter prompts are padded to `shortest`; larger batches and longer prompts get memory of their
+    own and run step by step.
+    """
+
+    rows: int = 8
+    shortest: int = 16  # positions of a prompt, patches included
+    longest: int = 320
+    bucket: int = 16  # to whose multiples prompts are padded
+
+    def holds(self, num_rows: int, num_positions: int) -> bool:
+        """Whether a batch is within it."""
+        return num_rows <= self.rows and num_positions <= self.padded(self.longest)
+
+    def padded(self, num_positions: int) -> int:
+        """The length of the captured prompts that one of this length is padded to."""
+        needed = max(num_positions, self.shortest)
+        return needed + -needed % self.bucket
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Every length of captured prompts."""
+        start, stop = self.padded(self.shortest), self.padded(self.longest)
+        return tuple(range(start, stop + 1, self.bucket))
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """Every size of captured batches, the largest first."""
+        return tuple(1 << power for power in reversed(range((self.rows - 1).bit_length() + 1)))
 
 
 @dataclass(frozen=True)
@@ -30,23 +65,21 @@ class CapturedStep:
     outside: Tensors = ()  # what it reads besides, which must not be freed before it
 
 
-class StepCapturer(Protocol):
-    """Turns a step into something that can be replayed."""
-
-    def capture(self, step: Step, inputs: Tensors) -> CapturedStep:
-        """Capture `step(*inputs)`. The inputs are the capturer's to keep."""
+# Captures `step(*inputs)`. The inputs are the capture's to keep.
+Capture = Callable[[Step, Tensors], CapturedStep]
 
 
-class CapturedRunner(StepRunner):
-    """Captures a step the first time its key comes up, replays it from then on.
+class StepRunner:
+    """Runs steps as they come; with a `capture`, captures each when its key first comes up.
 
     Once sealed it captures nothing more: what was not captured by then is run step by step, which
     takes milliseconds longer; capturing would hold up every robot for a good part of a second.
     """
 
-    def __init__(self, capturer: StepCapturer, reserve: Reserve | None = None) -> None:
-        self.reserve = reserve or Reserve()
-        self._capturer = capturer
+    def __init__(self, capture: Capture | None = None, reserve: Reserve | None = None) -> None:
+        # What steps are captured for; any shape is as good without.
+        self.reserve = None if capture is None else reserve or Reserve()
+        self._capture = capture
         self._captured: dict[Hashable, CapturedStep] = {}
         self._is_capturing = False
         self._is_sealed = False
@@ -58,32 +91,36 @@ class CapturedRunner(StepRunner):
         return len(self._captured)
 
     def run(self, key: Hashable, step: Step, inputs: Tensors) -> Tensors:
-        """Replay the step on new inputs. Outputs are overwritten when the same key runs again."""
-        captured = self._captured.get(key)
-        if self._is_capturing or (captured is None and self._is_sealed):
-            if not self._is_capturing:
-                self._note(key)
+        """Return what `step(*inputs)` returns; valid until the same key runs again.
+
+        `key` names the step and every shape and number baked into it.
+        """
+        if self._capture is None or self._is_capturing:
             return step(*inputs)
+        captured = self._captured.get(key)
         if captured is None:
-            captured = self._captured[key] = self._capture(step, inputs)
+            if self._is_sealed:
+                self._note(key)
+                return step(*inputs)
+            captured = self._captured[key] = self._capture_step(self._capture, step, inputs)
         _copy(captured.inputs, inputs)
         captured.replay()
         return captured.outputs
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
-        """Capture what comes up inside of the block, and seal the runner at its end."""
+        """A block in which steps are captured; once it has ended, no more are."""
         self._is_sealed = False
         yield
         self._is_sealed = True
 
-    def _capture(self, step: Step, inputs: Tensors) -> CapturedStep:
+    def _capture_step(self, capture: Capture, step: Step, inputs: Tensors) -> CapturedStep:
         own = tuple(tensor.clone() for tensor in inputs)
         self._is_capturing = True  # steps inside of this one become part of it
         try:
             step(*own)  # settles libraries, and makes what is remembered from then on
             with _Outside(own) as outside:
-                captured = self._capturer.capture(step, own)
+                captured = capture(step, own)
         finally:
             self._is_capturing = False
         return replace(captured, outside=tuple(outside.held.values()))
@@ -136,25 +173,19 @@ def _address(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-class CudaCapturer:
-    """Captures CUDA graphs. All share one memory pool, since only one runs at a time."""
+def capture_on_cuda(pool: Any, step: Step, inputs: Tensors) -> CapturedStep:
+    """Run the step once more on a stream of its own, then capture it as a CUDA graph.
 
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def capture(self, step: Step, inputs: Tensors) -> CapturedStep:
-        """Run the step once more on a stream of its own, then capture it.
-
-        Memory of the pool that one graph has done with serves the next, so outputs are copied to
-        where no graph computes.
-        """
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            outputs = tuple(tensor.clone() for tensor in step(*inputs))
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            for kept, new in zip(outputs, step(*inputs), strict=True):
-                kept.copy_(new)
-        return CapturedStep(inputs, outputs, graph.replay)
+    All graphs share the memory of one `pool`, since only one runs at a time. What one graph has
+    done with serves the next, so outputs are copied to where no graph computes.
+    """
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        outputs = tuple(tensor.clone() for tensor in step(*inputs))
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        for kept, new in zip(outputs, step(*inputs), strict=True):
+            kept.copy_(new)
+    return CapturedStep(inputs, outputs, graph.replay)

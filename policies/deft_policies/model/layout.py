@@ -4,67 +4,11 @@ A row's sequence is its prompt, then what was committed since, then the nodes of
 flight. Rows have their own lengths, so the same node lies in a different slot in each.
 """
 
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-
-Tensors = tuple[Tensor, ...]
-Step = Callable[..., Tensors]
-
-
-@dataclass(frozen=True)
-class Reserve:
-    """What memory is set aside for, and steps are captured for, before the first frame.
-
-    Shorter prompts are padded to `shortest`; larger batches and longer prompts get memory of their
-    own and run step by step.
-    """
-
-    rows: int = 8
-    shortest: int = 16  # positions of a prompt, patches included
-    longest: int = 320
-    bucket: int = 16  # to whose multiples prompts are padded
-
-    def holds(self, num_rows: int, num_positions: int) -> bool:
-        """Whether a batch is within it."""
-        return num_rows <= self.rows and num_positions <= self.padded(self.longest)
-
-    def padded(self, num_positions: int) -> int:
-        """The length of the captured prompts that one of this length is padded to."""
-        needed = max(num_positions, self.shortest)
-        return needed + -needed % self.bucket
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Every length of captured prompts."""
-        start, stop = self.padded(self.shortest), self.padded(self.longest)
-        return tuple(range(start, stop + 1, self.bucket))
-
-    @property
-    def batches(self) -> tuple[int, ...]:
-        """Every size of captured batches, the largest first."""
-        return tuple(1 << power for power in reversed(range((self.rows - 1).bit_length() + 1)))
-
-
-class StepRunner:
-    """Runs steps as they come. One that captures them replays them: see `CapturedRunner`."""
-
-    reserve: Reserve | None = None  # what steps are captured for; any shape is as good without
-
-    def run(self, key: Hashable, step: Step, inputs: Tensors) -> Tensors:
-        """Return what `step(*inputs)` returns; valid until the same key runs again.
-
-        `key` names the step and every shape and number baked into it.
-        """
-        return step(*inputs)
-
-    def warming_up(self) -> AbstractContextManager[None]:
-        """A block in which steps are captured; once it has ended, no more are."""
-        return nullcontext()
 
 
 @dataclass(frozen=True)

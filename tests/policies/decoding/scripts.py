@@ -27,7 +27,7 @@ from deft_policies.decoding.round import Maker
 from deft_policies.decoding.target import Prompts, Scores, Target
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.memory import SessionMemory
-from deft_policies.model.layout import StepRunner
+from deft_policies.model.graphs import StepRunner
 from deft_policies.model.sizes import TokenRange
 from tests.tiny_target import CPU, LENGTH
 

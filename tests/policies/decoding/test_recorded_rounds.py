@@ -21,7 +21,7 @@ from deft_policies.decoding.plan import KeyMask, RopeOffset, TreeShape
 from deft_policies.decoding.target import Prompts, Target
 from deft_policies.memory import SessionMemory
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads, head_sizes
-from deft_policies.model.layout import Reserve, StepRunner
+from deft_policies.model.graphs import Reserve, StepRunner
 from deft_policies.model.llama import LlamaDecoder, first_layers
 from tests.launches import LaunchCounter, UncountedRunner
 from tests.policies.decoding.scripts import METHODS, clock

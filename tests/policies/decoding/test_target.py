@@ -9,9 +9,8 @@ import torch
 from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.target import Prompts, Target
 from deft_policies.decoding.tree import DraftTree
-from deft_policies.model.graphs import CapturedRunner
+from deft_policies.model.graphs import StepRunner
 from deft_policies.model.kv_cache import KVCache
-from deft_policies.model.layout import StepRunner
 from deft_policies.model.vla import OpenVLAModel
 from tests.policies.decoding.scripts import Decoding, Session
 from tests.recorder import RecordingCapturer
@@ -27,7 +26,7 @@ TEXT_LENGTHS = [5, 9, 3]
 
 
 def runners() -> list[StepRunner]:
-    return [StepRunner(), CapturedRunner(RecordingCapturer())]
+    return [StepRunner(), StepRunner(RecordingCapturer().capture)]
 
 
 def target_of(model: OpenVLAModel, runner: StepRunner | None = None) -> Target:
@@ -129,7 +128,7 @@ def test_a_single_chain_in_the_prefill_needs_no_mask_and_scores_the_same() -> No
     chain = dataclasses.replace(
         random_tree(prompts, 5, 0), parents=torch.arange(-1, 4).expand(3, -1)
     )
-    targets = target_of(model), target_of(model, CapturedRunner(RecordingCapturer()))
+    targets = target_of(model), target_of(model, StepRunner(RecordingCapturer().capture))
     causal, masked = (one.prefill(rows_of(one, prompts), 0, prompts, chain)[0] for one in targets)
     torch.testing.assert_close(causal.logits, masked.logits, atol=1e-4, rtol=1e-4)
 

@@ -18,9 +18,8 @@ from deft_policies.families.openvla import OpenVLA
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.families.target import VlaTarget
 from deft_policies.memory import SessionMemory
-from deft_policies.model.graphs import CapturedRunner
+from deft_policies.model.graphs import Reserve, StepRunner
 from deft_policies.model.image import ImageProcessor
-from deft_policies.model.layout import Reserve, StepRunner
 from deft_policies.model.random_weights import word_ids
 from deft_policies.model.statistics import ActionStatistics
 from scripts.scripted_drafts import random_head
@@ -82,7 +81,7 @@ def serve(
 
 @pytest.mark.long(seconds=58)
 def test_500_mixed_frames_capture_nothing_after_the_warm_up() -> None:
-    runner = CapturedRunner(RecordingCapturer(), RESERVE)
+    runner = StepRunner(RecordingCapturer().capture, RESERVE)
     policy = policy_on(runner)
     policy.warm_up(METHODS)
     num_captured = runner.num_captured
@@ -97,7 +96,7 @@ def test_500_mixed_frames_capture_nothing_after_the_warm_up() -> None:
 @pytest.mark.long(seconds=23)
 def test_a_head_that_sees_the_prompt_alone_is_captured_too() -> None:
     """Captured growth once read the lengths of the prompt that it had been captured with."""
-    runner = CapturedRunner(RecordingCapturer(), replace(RESERVE, rows=2, longest=48))
+    runner = StepRunner(RecordingCapturer().capture, replace(RESERVE, rows=2, longest=48))
     captured = policy_on(runner, KeyMask.PREFIX_ONLY)
     captured.warm_up(METHODS)
     batches = [batch[:2] for batch in mixed_batches(2)[:8]]
@@ -109,7 +108,7 @@ def test_a_head_that_sees_the_prompt_alone_is_captured_too() -> None:
 def test_answers_beyond_the_reserve_capture_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    runner = CapturedRunner(RecordingCapturer(), replace(RESERVE, rows=2, longest=40))
+    runner = StepRunner(RecordingCapturer().capture, replace(RESERVE, rows=2, longest=40))
     policy = policy_on(runner)
     with caplog.at_level("INFO"):
         policy.warm_up(METHODS)

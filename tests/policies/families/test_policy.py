@@ -25,10 +25,9 @@ from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.families.target import VlaTarget
 from deft_policies.memory import SessionMemory
-from deft_policies.model.graphs import CapturedRunner
+from deft_policies.model.graphs import Reserve, StepRunner
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.kv_cache import KVCache
-from deft_policies.model.layout import Reserve, StepRunner
 from deft_policies.model.random_weights import word_ids
 from deft_policies.model.vla import OpenVLAModel
 from tests import golden
@@ -97,7 +96,7 @@ def test_golden_tokens_and_actions_are_equal_to_the_bit(method: str) -> None:
 
 
 def test_recorded_passes_answer_the_same_and_warming_up_records_them_all() -> None:
-    runner = CapturedRunner(RecordingCapturer(), Reserve(1, 272, 304))
+    runner = StepRunner(RecordingCapturer().capture, Reserve(1, 272, 304))
     policy = golden_policy(replace(PLAIN, statistics_key="libero_spatial"), runner)
     policy.warm_up()
     num_captured = runner.num_captured

@@ -8,8 +8,7 @@ from torch import Tensor
 from deft_policies.decoding import kinds
 from deft_policies.decoding.plan import TreeShape
 from deft_policies.decoding.tree import Level, template_indices, template_tree
-from deft_policies.model.graphs import CapturedRunner
-from deft_policies.model.layout import Tensors
+from deft_policies.model.graphs import StepRunner, Tensors
 from tests.recorder import RecordingCapturer
 
 
@@ -28,7 +27,7 @@ def grow(log_probs: Tensor) -> Tensors:
 
 def test_a_recording_holds_what_it_reads_although_others_forget_it() -> None:
     """Templates' indices are remembered for the last 64 of them: a 65th freed those of a replay."""
-    runner = CapturedRunner(RecordingCapturer())
+    runner = StepRunner(RecordingCapturer().capture)
     odds = torch.randn(1, 8, generator=torch.Generator().manual_seed(0))
     expected = [tensor.tolist() for tensor in runner.run("grow", grow, (odds,))]
     template_indices.cache_clear()

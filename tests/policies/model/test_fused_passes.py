@@ -11,8 +11,7 @@ pytest.importorskip("triton", reason="fused kernels need Triton")
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.families.target import VlaTarget
 from deft_policies.model.formats import Quantization
-from deft_policies.model.graphs import CapturedRunner
-from deft_policies.model.layout import Reserve
+from deft_policies.model.graphs import Reserve, StepRunner
 from deft_policies.model.quantization import quantize_linears
 from deft_policies.model.vision import VisionTransformer
 from deft_policies.model.vla import OpenVLAModel
@@ -29,7 +28,7 @@ from tests.triton_twins import Counted
 
 def fixed_shapes(model: OpenVLAModel) -> VlaTarget:
     """Shapes as captured passes have them, but sealed: the interpreter cannot be recorded."""
-    runner = CapturedRunner(RecordingCapturer(), Reserve(rows=2, longest=32))
+    runner = StepRunner(RecordingCapturer().capture, Reserve(rows=2, longest=32))
     with runner.warming_up():
         pass
     return VlaTarget(model, runner=runner)

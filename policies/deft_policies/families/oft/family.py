@@ -30,8 +30,8 @@ from deft_policies.families.oft.files import (
 from deft_policies.families.oft.model import ChunkParts, Oft
 from deft_policies.families.oft.modules import RegressionHead, StateProjector
 from deft_policies.families.options import OF_DECODING, OF_REASONING, ModelOptions
+from deft_policies.model.graphs import StepRunner
 from deft_policies.model.image import ImageProcessor
-from deft_policies.model.layout import StepRunner
 from deft_policies.model.sizes import OpenVLAConfig
 from deft_policies.model.statistics import ActionStatistics
 from deft_policies.model.tensor_names import TensorPlace, tensor_places

@@ -24,8 +24,9 @@ from deft_policies.families.family import OnePassModel, Values
 from deft_policies.families.oft.modules import RegressionHead, StateProjector
 from deft_policies.families.target import Encode
 from deft_policies.families.wrists import add_wrists, find_pictures
+from deft_policies.model.graphs import Reserve, StepRunner, Tensors
 from deft_policies.model.image import ImageProcessor
-from deft_policies.model.layout import Reserve, StepRunner, Tensors, pad_batch
+from deft_policies.model.layout import pad_batch
 from deft_policies.model.passes import LlamaPasses, PassInput
 from deft_policies.model.statistics import ActionStatistics
 from deft_policies.model.vla import OpenVLAModel

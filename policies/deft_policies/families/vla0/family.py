@@ -20,7 +20,7 @@ from deft_policies.families.vla0.network import (
 )
 from deft_policies.families.vla0.run_folder import is_run_folder, read_run
 from deft_policies.model.formats import Quantization
-from deft_policies.model.layout import Reserve, StepRunner
+from deft_policies.model.graphs import Reserve, StepRunner
 from deft_policies.model.quantization import check_quantization
 from deft_policies.model.statistics import ActionStatistics
 from deft_policies.model.tensor_names import TensorPlace

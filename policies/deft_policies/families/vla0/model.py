@@ -33,7 +33,7 @@ from deft_policies.families.vla0.prompt import (
 )
 from deft_policies.families.vla0.run_folder import RunFolder
 from deft_policies.families.wrists import add_wrists, find_pictures
-from deft_policies.model.layout import StepRunner
+from deft_policies.model.graphs import StepRunner
 from deft_policies.model.llama import PlacedRotaryTable
 from deft_policies.model.sizes import TokenRange
 from deft_policies.model.staging import to_device

@@ -15,9 +15,8 @@ from deft_policies.families.oft.model import ChunkParts, Oft
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.formats import Precision
-from deft_policies.model.graphs import CapturedRunner
+from deft_policies.model.graphs import StepRunner
 from deft_policies.model.image import ImageProcessor
-from deft_policies.model.layout import StepRunner
 from tests import golden_oft
 from tests.recorder import RecordingCapturer
 from tests.tiny_openvla import tiny_model
@@ -49,10 +48,10 @@ def on(policy: VlaPolicy, runner: StepRunner) -> VlaPolicy:
     return VlaPolicy(Oft(ours.network, ours.parts, ours.encode, ours.images, *ranges, runner))
 
 
-def captured(policy: VlaPolicy) -> CapturedRunner:
+def captured(policy: VlaPolicy) -> StepRunner:
     assert isinstance(policy.model, Oft)
     reserve = policy.model.reserve(LONGEST, ROWS)
-    return CapturedRunner(RecordingCapturer(), reserve)
+    return StepRunner(RecordingCapturer().capture, reserve)
 
 
 def batches(policy: VlaPolicy, sizes: tuple[int, ...], num_words: int) -> list[list[ActRequest]]:

@@ -22,7 +22,7 @@ from deft_policies.families.oft.modules import StateProjector
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.formats import Precision
-from deft_policies.model.graphs import CapturedRunner
+from deft_policies.model.graphs import StepRunner
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.statistics import ActionStatistics
 from tests import golden_oft
@@ -279,7 +279,7 @@ def test_a_batch_of_different_prompts_is_answered_like_its_frames_alone(
     policy = policies[name]
     if is_recorded:
         ours = oft_of(policy)
-        runner, ranges = CapturedRunner(RecordingCapturer()), (ours.statistics, ours.states)
+        runner, ranges = StepRunner(RecordingCapturer().capture), (ours.statistics, ours.states)
         again = Oft(ours.network, ours.parts, ours.encode, ours.images, *ranges, runner)
         policy = VlaPolicy(again)
     cases = [case for case in CASES if case.variant.name == name and case.fields["center_crop"]]
