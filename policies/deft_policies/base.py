@@ -1,6 +1,6 @@
 """What the server needs from a policy, and nothing more."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, runtime_checkable
@@ -30,13 +30,21 @@ class Finding:
     text: str
 
 
+OnActions = Callable[[NDArray[np.float64]], object]
+
+
 @dataclass(frozen=True)
 class ActRequest:
-    """One observation to answer, with the memory of the robot it came from."""
+    """One observation to answer, with the memory of the robot it came from.
+
+    A policy that writes its actions one after the other calls `on_actions`, on its thread, with
+    those that are final so far [step, action_dim]; the answer has them all.
+    """
 
     observation: Observation
     memory: SessionMemory = field(default_factory=SessionMemory)
     options: ActOptions = field(default_factory=ActOptions)
+    on_actions: OnActions | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,13 +1,19 @@
 """The messages of VLA-0's own clients: pictures as base64 of .npy files, answers as bare lists."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from io import BytesIO
 
 import numpy as np
 from numpy.lib import format as npy
+from numpy.typing import NDArray
 
-from deft_client.errors import MalformedMessageError, MessageTooLargeError, UnusableValueError
+from deft_client.errors import (
+    MalformedMessageError,
+    MessageTooLargeError,
+    Problem,
+    UnusableValueError,
+)
 from deft_client.peers.arrays import (
     check_camera_count,
     read_frame,
@@ -18,7 +24,7 @@ from deft_client.peers.arrays import (
 from deft_client.types import ActionChunk, Image, Observation
 from deft_client.wire.fields import WireLimits, brief, decode_base64
 from deft_client.wire.images import array_over
-from deft_client.wire.messages import ActMessage
+from deft_client.wire.messages import ActMessage, problem_fields
 
 _PICTURES = "base64_rgb"
 _MOST_HEADER = 1024  # bytes of a .npy file before its numbers
@@ -73,8 +79,21 @@ def encode_actions(chunk: ActionChunk) -> bytes:
     return json.dumps(chunk.actions.tolist(), separators=(",", ":")).encode()
 
 
-def encode_rows(chunk: ActionChunk, took_s: float) -> Iterator[bytes]:
-    """A line for each row, then one that says how long all took."""
-    for index, row in enumerate(chunk.actions.tolist()):
-        yield json.dumps({"index": index, "value": [row]}).encode() + b"\n"
-    yield json.dumps({"time_taken": took_s}).encode() + b"\n"
+def encode_rows(actions: NDArray[np.float64], first: int) -> bytes:
+    """A line for each row from the first on."""
+    rows = enumerate(actions[first:].tolist(), start=first)
+    return b"".join(_line({"index": index, "value": [row]}) for index, row in rows)
+
+
+def encode_time(took_s: float) -> bytes:
+    """The last line of a stream: how long all rows took."""
+    return _line({"time_taken": took_s})
+
+
+def encode_failure(problem: Problem) -> bytes:
+    """The last line of a stream that breaks off."""
+    return _line({"error": problem_fields(problem)})
+
+
+def _line(fields: Mapping[str, object]) -> bytes:
+    return json.dumps(fields).encode() + b"\n"

@@ -133,6 +133,10 @@ class TokenModel(Model):
         """An answer as text, and how many tokens each of its parts has; None where it has none."""
         return None
 
+    def decode_begun(self, key: str, values: Values) -> NDArray[np.float64]:
+        """Actions that the beginning of an answer already holds, [step, action_dim]."""
+        return np.empty((0, self.statistics[key].action_dim))
+
     @abstractmethod
     def see(self, observations: Sequence[Observation], clock: StageClock) -> Prompts:
         """What the decoder starts from, timed as preparing and as vision."""

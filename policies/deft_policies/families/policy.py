@@ -59,6 +59,7 @@ class _Frame(Running):
     key: str
     row: Row | None  # of the engine; None where the model answers in one pass
     clocks: list[StageClock]
+    num_actions: int = 0  # that were handed on before the answer
 
 
 class VlaPolicy:
@@ -305,7 +306,21 @@ class VlaPolicy:
                     self.cancel(frame)
                 raise
         self._frames = [one for one in self._frames if not one.has_ended]
+        for frame in self._frames:
+            self._hand_on(frame)
         return ended
+
+    def _hand_on(self, frame: _Frame) -> None:
+        """Tell who wants to know which actions are final before the answer is."""
+        on_actions, row, model = frame.request.on_actions, frame.row, frame.model
+        if on_actions is None or row is None or not isinstance(model, TokenModel):
+            return
+        if not row.is_finite:
+            return
+        actions = model.decode_begun(frame.key, np.array(row.spec.name(row.tokens)))
+        if len(actions) > frame.num_actions:
+            frame.num_actions = len(actions)
+            on_actions(actions)
 
     def cancel(self, running: Running) -> None:
         """Let go of one between two steps; nothing where it has ended."""

@@ -1,26 +1,42 @@
 """`POST /predict_base64` and `/predict_base64_stream` as VLA-0's server answers its clients.
 
-Rows are in the order of the plain endpoint. They leave together, once the answer is known to be
-valid: a text that breaks off is no action from its first row on. These clients know no sessions, so
-that a caller's address and key stand for one. Errors are problems with a status, as everywhere.
+Rows are in the order of the plain endpoint. Of the stream each leaves once its numbers are
+committed. A stream whose answer fails after its first row ends with a line that says why, and the
+connection breaks off: VLA-0's clients skip lines without a row, but raise where a body has no end.
+These clients know no sessions, so that a caller's address and key stand for one. Other errors are
+problems with a status, as everywhere.
 """
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
+from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from deft_client.peers.openvla import NotAnObjectError, decode_json
-from deft_client.peers.vla0 import encode_actions, encode_rows, vla0_request
+from deft_client.peers.vla0 import (
+    encode_actions,
+    encode_failure,
+    encode_rows,
+    encode_time,
+    vla0_request,
+)
 from deft_client.types import ActionChunk
 from deft_client.wire.fields import WireLimits
 from deft_client.wire.messages import ActMessage
+from deft_policies.base import OnActions
+from deft_policies.errors import PolicyError
 from deft_server.compat.profiles import staying
+from deft_server.errors import ServerError
 from deft_server.http.frame_bodies import read_body
 from deft_server.http.gate import caller_of
+from deft_server.http.problems import describe
 from deft_server.http.routes import PlainRoute
 from deft_server.http.watches import CallerWatch
 from deft_server.serving.service import Service
@@ -31,36 +47,81 @@ PATH = "/predict_base64"
 def build_vla0_routes(service: Service) -> list[PlainRoute]:
     """Return the two routes around a service."""
 
-    def whole(chunk: ActionChunk, took_s: float) -> Response:
-        return Response(encode_actions(chunk), media_type="application/json")
-
-    def rows(chunk: ActionChunk, took_s: float) -> Response:
-        return Response(b"".join(encode_rows(chunk, took_s)), media_type="application/x-ndjson")
-
-    return [_build(service, PATH, whole), _build(service, f"{PATH}_stream", rows)]
-
-
-def _build(
-    service: Service, path: str, respond: Callable[[ActionChunk, float], Response]
-) -> PlainRoute:
-    limits = service.settings.wire_limits
-
     async def predict(request: Request) -> Response:
         """Answer a client of VLA-0; see docs/protocols.md."""
         body = await read_body(request.receive)
+        work = _answered(service, request, body, time.monotonic())
+        chunk = await CallerWatch(request.receive).run(work)
+        return Response(encode_actions(chunk), media_type="application/json")
+
+    async def predict_stream(request: Request) -> Response:
+        """Answer a client of VLA-0 row by row; see docs/protocols.md."""
+        body = await read_body(request.receive)
         arrived_s = time.monotonic()
-        caller = staying(caller_of(request.scope))
+        return _RowStream(partial(_answered, service, request, body, arrived_s), arrived_s)
 
-        async def answer() -> ActionChunk:
-            await service.admit(caller)
-            message = await service.threads.run(partial(_decode, body, limits))
-            options = replace(message.options, session_id=f"vla0-{caller.address}")
-            return await service.act(message.observation, options, caller, arrived_s)
+    return [
+        PlainRoute(PATH, predict, methods=["POST"]),
+        PlainRoute(f"{PATH}_stream", predict_stream, methods=["POST"]),
+    ]
 
-        chunk = await CallerWatch(request.receive).run(answer())
-        return respond(chunk, time.monotonic() - arrived_s)
 
-    return PlainRoute(path, predict, methods=["POST"])
+async def _answered(
+    service: Service,
+    request: Request,
+    body: bytes,
+    arrived_s: float,
+    on_actions: OnActions | None = None,
+) -> ActionChunk:
+    caller, limits = staying(caller_of(request.scope)), service.settings.wire_limits
+    await service.admit(caller)
+    message = await service.threads.run(partial(_decode, body, limits))
+    options = replace(message.options, session_id=f"vla0-{caller.address}")
+    return await service.act(message.observation, options, caller, arrived_s, on_actions)
+
+
+class _RowStream(Response):
+    """Rows as they are committed."""
+
+    def __init__(
+        self, answer: Callable[[OnActions], Awaitable[ActionChunk]], arrived_s: float
+    ) -> None:
+        super().__init__(media_type="application/x-ndjson")
+        del self.headers["content-length"]
+        self._answer, self._arrived_s = answer, arrived_s
+        self._num_sent = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send rows until the answer has ended, or raise if it fails before the first."""
+        await CallerWatch(receive).run(self._send_all(Request(scope), send))
+
+    async def _send_all(self, request: Request, send: Send) -> None:
+        begun: asyncio.Queue[NDArray[np.float64] | None] = asyncio.Queue()
+        answering = asyncio.ensure_future(self._answer(begun.put_nowait))
+        answering.add_done_callback(lambda _: begun.put_nowait(None))
+        try:
+            while (actions := await begun.get()) is not None:
+                await self._send_rows(actions, send)
+            await self._send_rows((await answering).actions, send)
+        except (PolicyError, ServerError) as error:
+            if not self._num_sent:
+                raise
+            line = encode_failure(describe(error, request))
+            await send({"type": "http.response.body", "body": line, "more_body": True})
+            return  # without an end, so that the connection is closed
+        finally:
+            answering.cancel()
+        line = encode_time(time.monotonic() - self._arrived_s)
+        await send({"type": "http.response.body", "body": line})
+
+    async def _send_rows(self, actions: NDArray[np.float64], send: Send) -> None:
+        """Send those that were not sent yet."""
+        if not self._num_sent:
+            start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            await send(start)
+        lines = encode_rows(actions, self._num_sent)
+        await send({"type": "http.response.body", "body": lines, "more_body": True})
+        self._num_sent = len(actions)
 
 
 def _decode(body: bytes, limits: WireLimits) -> ActMessage:

@@ -9,6 +9,7 @@ import logging
 import time
 import uuid
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from textwrap import shorten
 from typing import Protocol
 
@@ -134,7 +135,7 @@ class ReplicaHost:
         self._listener.round_ended(self, [request], failures)
 
     async def _outcome(self, request: Request) -> tuple[Outcome, list[Failure]]:
-        ask = request.ask
+        ask = replace(request.ask, on_actions=None)  # a call does not travel
         reason, request.size = "", 1
         num_waiting = self._listener.num_batches_waiting
         for _ in range(TRIES):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from deft_client.types import ActOptions, Observation
-from deft_policies.base import ActAnswer, ActRequest
+from deft_policies.base import ActAnswer, ActRequest, OnActions
 from deft_server.serving.sessions import RobotSession
 
 # Why a call of the policy did not answer; "lost" means that the replica did not come back.
@@ -34,6 +34,7 @@ class Request:
     owner: str = ""  # whose share it takes
     stays_until_s: float | None = None  # may overfill the line, and is refused then
     is_text: bool = False  # the answer is a text and an action, which takes many rounds
+    on_actions: OnActions | None = None  # who wants them as they are committed
     is_given_up: bool = False  # nobody waits for the answer any more
     # The queue notes:
     due_s: float = 0.0  # the deadline, or when a frame without one has waited long enough
@@ -54,7 +55,7 @@ class Request:
 
         Read it when the frame goes to the policy: the frame before it may change the memory.
         """
-        return ActRequest(self.observation, self.session.memory, self.options)
+        return ActRequest(self.observation, self.session.memory, self.options, self.on_actions)
 
     @property
     def is_session(self) -> bool:

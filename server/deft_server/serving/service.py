@@ -8,9 +8,13 @@ import asyncio
 import logging
 import math
 import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
+
+import numpy as np
+from numpy.typing import NDArray
 
 from deft_client.types import (
     ActionChunk,
@@ -21,6 +25,7 @@ from deft_client.types import (
     StageTimings,
     replace_unchecked,
 )
+from deft_policies.base import OnActions
 from deft_policies.errors import PolicyError, RequestError
 from deft_server.errors import NotReadyError, ServerError, UnsafeAnswerError
 from deft_server.serving.access import Access, Caller
@@ -107,8 +112,12 @@ class Service:
         options: ActOptions,
         caller: Caller,
         arrived_s: float | None = None,
+        on_actions: OnActions | None = None,
     ) -> ActionChunk:
         """Answer one admitted frame; `arrived_s`, monotonic, is when its last byte was here.
+
+        `on_actions` is called on the event loop with those that are final so far, where the policy
+        tells of them; whatever it has not told is in the answer.
 
         Raises `RequestError` for what the policy cannot do, a `ServerError` for what it will
         not do now, and `UnsafeAnswerError` or `PolicyFailedError` where it fails. Cancelling the
@@ -123,6 +132,8 @@ class Service:
             self.metrics.count_outcome(caller.name, error)
             raise
         request = self._request(observation, options, caller, now_s, arrived_s or now_s)
+        if on_actions is not None:
+            request.on_actions = self._checking(on_actions, policy, options)
         num_bytes = _large_bytes(observation)
         try:
             if num_bytes:
@@ -243,10 +254,7 @@ class Service:
     ) -> dict[str, object]:
         """Return what has to change about an answer, or raise `UnsafeAnswerError`."""
         try:
-            limits = policy.limits_of(options.statistics_key)
-            actions = checked_actions(
-                answer.actions, policy.info.action_dim, limits, self.settings.range
-            )
+            actions = self._checked(answer.actions, policy, options)
         except UnsafeAnswerError:
             self.readiness.note("answers were unsafe", is_over=False)
             self.metrics.unsafe.inc()
@@ -256,6 +264,25 @@ class Service:
             return {}
         self.metrics.interventions.labels(Intervention.CLAMP.value).inc()
         return {"actions": actions, "intervention": Intervention.CLAMP}
+
+    def _checked(
+        self, actions: NDArray[np.float64], policy: HostedPolicy, options: ActOptions
+    ) -> NDArray[np.float64]:
+        limits = policy.limits_of(options.statistics_key)
+        return checked_actions(actions, policy.info.action_dim, limits, self.settings.range)
+
+    def _checking(
+        self, on_actions: OnActions, policy: HostedPolicy, options: ActOptions
+    ) -> OnActions:
+        """The same for the policy's thread to call: what is safe is handed on to the event loop."""
+        loop = asyncio.get_running_loop()
+
+        def hand_on(actions: NDArray[np.float64]) -> None:
+            # Of what is unsafe the whole answer tells; a loop that has ended has nobody to tell.
+            with suppress(UnsafeAnswerError, RuntimeError):
+                loop.call_soon_threadsafe(on_actions, self._checked(actions, policy, options))
+
+        return hand_on
 
     def _timings(self, answer: ActionChunk, request: Request, decoded_s: float) -> StageTimings:
         """Return an answer's timings with the server's own stages, and count it soon."""

@@ -2,23 +2,28 @@
 
 import base64
 import json
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from io import BytesIO
 from typing import Any
 
+import httpx
 import msgpack
 import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
 from deft_client.peers.arrays import pack, unpack
+from deft_policies.base import ActionLimits
 from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
 from deft_policies.model.formats import Precision
 from deft_server.app import create_app
 from tests.golden_vla0 import GOLDEN, cameras, variant
-from tests.server.running import client_of
+from tests.server.running import client_of, running
+from tests.standins.policies import PATIENCE_S, RowByRowPolicy
 
 OPTIONS = ModelOptions(checkpoint=str(GOLDEN / "untied"), precision=Precision.FLOAT32)
 FRAMES = [one for one in variant("untied")["cases"] if one["valid"]]
@@ -73,11 +78,67 @@ def test_the_gripper_is_not_turned_around_for_clients_of_other_peers(client: Tes
 
 
 def test_an_answer_without_an_action_is_a_problem() -> None:
-    with client_of(create_app(load_policy(replace(OPTIONS, max_tokens=40)))) as client:
+    with client_of(create_app(load_policy(replace(OPTIONS, max_tokens=20)))) as client:
         for path in ("/predict_base64", "/predict_base64_stream"):
             response = client.post(path, json=asked(FRAMES[0]))
             assert response.status_code == 500
             assert response.json()["type"].endswith("no_action")
+
+
+def test_a_stream_of_an_answer_that_does_not_end_has_its_rows_and_why() -> None:
+    with client_of(create_app(load_policy(replace(OPTIONS, max_tokens=80)))) as client:
+        response = client.post("/predict_base64_stream", json=asked(FRAMES[0]))
+    *rows, end = (json.loads(line) for line in response.text.splitlines())
+    assert [one["value"][0] for one in rows] == FRAMES[0]["actions"][: len(rows)]
+    assert 1 < len(rows) < 7
+    assert end["error"]["type"].endswith("no_action")
+
+
+@contextmanager
+def row_by_row(instruction: str) -> Iterator[tuple[Iterator[Any], threading.Semaphore]]:
+    """Lines of a stream, as they come, and what lets the policy commit the next row."""
+    turnstile = threading.Semaphore(1)
+    picture = npy(np.zeros((4, 4, 3), np.uint8))
+    body = {"base64_rgb": [picture], "state": [0.0] * 6, "instr": instruction}
+    with running(create_app(RowByRowPolicy(turnstile=turnstile))) as address:
+        url = f"http://{address}/predict_base64_stream"
+        with httpx.stream("POST", url, json=body, timeout=PATIENCE_S) as response:
+            assert response.status_code == 200
+            yield map(json.loads, response.iter_lines()), turnstile
+
+
+def test_a_row_leaves_before_the_next_one_is_committed() -> None:
+    with row_by_row("8 rows") as (lines, turnstile):
+        for at in range(8):
+            assert next(lines) == {"index": at, "value": [[at] * 7]}
+            turnstile.release()
+        assert list(next(lines)) == ["time_taken"]
+        assert list(lines) == []
+
+
+def test_a_stream_whose_answer_turns_out_invalid_breaks_off() -> None:
+    """The client of the original skips what has no value, and raises where the body has no end."""
+    with row_by_row("8 rows and a problem") as (lines, turnstile):
+        turnstile.release(7)
+        for at in range(8):
+            assert next(lines)["index"] == at
+        assert next(lines)["error"]["type"].endswith("no_action")
+        with pytest.raises(httpx.RemoteProtocolError):
+            next(lines)
+
+
+def test_rows_beyond_the_statistics_do_not_leave() -> None:
+    class Unsafe(RowByRowPolicy):
+        def action_limits(self, statistics_key: str | None) -> ActionLimits:
+            return ActionLimits(np.zeros(7), np.full(7, 2.5))
+
+    with client_of(create_app(Unsafe())) as client:
+        picture = npy(np.zeros((4, 4, 3), np.uint8))
+        body = {"base64_rgb": [picture], "state": [0.0] * 6, "instr": "8 rows"}
+        response = client.post("/predict_base64_stream", json=body)
+    *rows, end = map(json.loads, response.text.splitlines())
+    assert [one["index"] for one in rows] == [0, 1, 2]
+    assert end["error"]["type"].endswith("unsafe-answer")
 
 
 HUGE = BytesIO()

@@ -38,6 +38,7 @@ from tests.standins.policies import (
     FakePolicy,
     LimitedFake,
     RaisingPolicy,
+    RowByRowPolicy,
     SteppedFake,
     dislikes,
     frame,
@@ -157,6 +158,7 @@ class FakeCluster:
         return self.replicas[0].version, self.replicas[0].facts
 
     async def answer(self, request: ActRequest, state: FrontState) -> ReplicaAnswer:
+        request = pickle.loads(pickle.dumps(request))
         self.num_answers += 1
         self.states.append(state)
         self._at_once += 1
@@ -266,6 +268,17 @@ def test_a_replica_outlives_a_frame_that_is_given_up_as_it_ends():
         return number_of(answer)
 
     assert asyncio.run(story()) == 1
+
+
+def test_actions_of_a_replica_come_together():
+    async def story() -> tuple[int, list[object]]:
+        service, told = await serving(FakeCluster([replica_of(RowByRowPolicy())])), []
+        shown = frame(instruction="8 rows")
+        chunk = await service.act(shown, ActOptions(), CALLER, on_actions=told.append)
+        await service.close()
+        return len(chunk.actions), told
+
+    assert asyncio.run(story()) == (8, [])
 
 
 def test_a_session_goes_from_replica_to_replica():

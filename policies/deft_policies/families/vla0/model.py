@@ -23,7 +23,7 @@ from deft_policies.errors import CheckpointError, RequestError
 from deft_policies.families.action_tokens import POSE
 from deft_policies.families.family import Model, TokenModel, Values
 from deft_policies.families.vla0.network import CHARACTERS, Vla0Network
-from deft_policies.families.vla0.numbers import read_numbers_text, to_actions
+from deft_policies.families.vla0.numbers import read_numbers_text, read_rows_begun, to_actions
 from deft_policies.families.vla0.pictures import PATCH, make_pictures, to_patches
 from deft_policies.families.vla0.prompt import (
     IMAGE_PAD,
@@ -98,6 +98,11 @@ class Vla0(TokenModel):
         tokens = [self._compact[int(one)] for one in values]
         has_ended = tokens[-1:] == [END]
         return to_actions(read_numbers_text(_text(tokens), has_ended, self.run), self.run)
+
+    def decode_begun(self, key: str, values: Values) -> NDArray[np.float64]:
+        """The rows behind whose last number the text goes on."""
+        text = _text([self._compact[int(one)] for one in values])
+        return to_actions(read_rows_begun(text, self.run), self.run)
 
     def read_text(self, tokens: Sequence[int]) -> tuple[str, tuple[int, ...]]:
         """The numbers; they have no parts."""

@@ -31,10 +31,20 @@ def read_numbers_text(text: str, has_ended: bool, run: RunFolder) -> list[int]:
     return numbers
 
 
+def read_rows_begun(text: str, run: RunFolder) -> list[int]:
+    """Numbers of the whole rows with which a text begins, as far as they may stand in an answer."""
+    numbers: list[int] = []
+    for word in text.split(" ")[: run.num_numbers][:-1]:
+        if not word or len(word) > len(str(run.num_bins)) or int(word) > run.num_bins:
+            break
+        numbers.append(int(word))
+    return numbers[: len(numbers) // run.action_dim * run.action_dim]
+
+
 def to_actions(numbers: list[int], run: RunFolder) -> NDArray[np.float64]:
     """Actions [step, action_dim] in robot units.
 
     A share of the range is rounded to float32 first; the rest is in the format of the statistics.
     """
-    shares = np.array(numbers, np.float32).reshape(run.num_steps, -1) / np.float32(run.num_bins)
+    shares = np.array(numbers, np.float32).reshape(-1, run.action_dim) / np.float32(run.num_bins)
     return np.asarray(shares * (run.highest - run.lowest) + run.lowest, np.float64)

@@ -16,7 +16,11 @@ from tokenizers import Tokenizer
 from deft_policies.errors import CheckpointError, NoActionError
 from deft_policies.families.vla0.network import Vla0Network, find_places, read_config
 from deft_policies.families.vla0.number_pickle import read_numbers
-from deft_policies.families.vla0.numbers import read_numbers_text, to_actions
+from deft_policies.families.vla0.numbers import (
+    read_numbers_text,
+    read_rows_begun,
+    to_actions,
+)
 from deft_policies.families.vla0.pictures import PATCH, make_pictures, to_patches
 from deft_policies.families.vla0.prompt import (
     IMAGE_PAD,
@@ -103,6 +107,24 @@ def test_a_text_that_is_not_56_numbers_is_no_action(text: str) -> None:
     assert read_numbers_text(FINE, True, run) == [500] * 56
     with pytest.raises(NoActionError):
         read_numbers_text(text, True, run)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_rows"),
+    [
+        ("", 0),
+        (" ".join(["5"] * 7), 0),  # another digit may follow
+        (" ".join(["5"] * 7) + " ", 1),
+        (" ".join(["5"] * 15), 2),
+        (" ".join(["5"] * 7 + ["1001"] + ["5"] * 20), 1),
+        (" ".join(["5"] * 8 + ["00005"] + ["5"] * 20), 1),
+        (" ".join(["5"] * 7) + "  " + " ".join(["5"] * 20), 1),
+        (" " + " ".join(["5"] * 20), 0),
+        (" ".join(["5"] * 70), 7),  # the last row counts once the text has ended
+    ],
+)
+def test_rows_count_once_the_text_goes_on_behind_them(text: str, num_rows: int) -> None:
+    assert read_rows_begun(text, read_run(GOLDEN / "tied")) == [5] * 7 * num_rows
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from deft_client.types import ActOptions, Observation
 from deft_policies.base import ActRequest
@@ -90,6 +91,23 @@ def test_lossless_writes_sessions_in_few_passes(name: str) -> None:
             check(answered, frame)
         passes += [one["passes"] for one in found[1:]]
     assert np.mean(passes) <= MOST_PASSES[name]
+
+
+@pytest.mark.parametrize("decoding", ["autoregressive", "lossless", "numbers"])
+def test_rows_are_told_once_their_numbers_are_committed(decoding: str) -> None:
+    policy, session = policy_of("untied", decoding), variant("untied")["sessions"][0]
+    memory = SessionMemory()
+    for frame in session["frames"][:2]:
+        told: list[NDArray[np.float64]] = []
+        shown = observe({**frame, "instruction": session["instruction"]})
+        request = ActRequest(shown, memory, on_actions=told.append)
+        answer = policy.act([request])[0]
+        actions, memory = answer.chunk.actions.tolist(), answer.memory
+        assert [one.tolist() for one in told] == [actions[: len(one)] for one in told]
+        lengths = list(map(len, told))
+        assert lengths == sorted(set(lengths))
+        assert lengths == [*range(1, 8)] or decoding != "autoregressive"
+        assert lengths
 
 
 def check_plain(name: str) -> None:
