@@ -48,13 +48,18 @@ def limit_ms(cost: Cost) -> float:
     return cost.floor_ms(H200.bytes_per_s, H200.flops_per_s)
 
 
-@lru_cache(maxsize=1 << 14)  # few patterns come again and again
-def action_ms(guesses: tuple[int, ...], accepted: tuple[int, ...], head_levels: int) -> float:
-    """Milliseconds of one action whose passes had these guesses and kept these drafts.
+@dataclass(frozen=True)
+class HeadWork:
+    """What a draft head does before a pass with guesses, as far as its cost depends on it."""
 
-    Before each later pass with guesses, a draft head runs once per level, `head_levels` at most,
-    as deep as is of use; 0 where no head drafts.
-    """
+    levels: int = 0  # how often it runs; 0 where no head drafts
+    is_full_depth: bool = False  # also where the end of the action is nearer
+    whole_vocabulary: bool = False  # its logits are over every token, not over action tokens alone
+
+
+@lru_cache(maxsize=1 << 14)  # few patterns come again and again
+def action_ms(guesses: tuple[int, ...], accepted: tuple[int, ...], head: HeadWork) -> float:
+    """Milliseconds of one action whose passes had these guesses and kept these drafts."""
     config, before = openvla(), 0
     total = limit_ms(vision_cost(config, 1, BFLOAT16))
     for number, (nodes, kept) in enumerate(zip(guesses, accepted, strict=True)):
@@ -63,16 +68,18 @@ def action_ms(guesses: tuple[int, ...], accepted: tuple[int, ...], head_levels: 
         total += limit_ms(decoder_cost(config.llm, 1, tokens, BFLOAT16))
         if number and nodes:
             missing = ACTION_LENGTH - 1 - (before - PROMPT_TOKENS + 1)
-            total += min(head_levels, max(1, missing)) * _level_ms()
+            levels = head.levels if head.is_full_depth else min(head.levels, max(1, missing))
+            total += levels * _level_ms(head.whole_vocabulary)
         before += kept + (1 if number else PROMPT_TOKENS)
     return total
 
 
-@lru_cache(maxsize=1)
-def _level_ms() -> float:
-    """One level of a head: a layer, the matrix that joins its inputs, and the action rows."""
+@lru_cache(maxsize=2)
+def _level_ms(whole_vocabulary: bool) -> float:
+    """One level of a head: a layer, the matrix that joins its inputs, and its logits."""
     config = openvla()
-    width, rows = config.llm.width, len(config.vocabulary.tokens)
+    width = config.llm.width
+    rows = config.llm.vocabulary if whole_vocabulary else len(config.vocabulary.tokens)
     weights = width * (4 * width + 3 * config.llm.mlp_width + 2 * width + rows)
     return limit_ms(Cost(2.0 * weights, 2.0 * weights))
 

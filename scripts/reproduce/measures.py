@@ -27,7 +27,8 @@ from deft_client.measures.speculation import Speculation
 from deft_client.measures.speed import SpeedUp
 from deft_client.measures.table import NOTHING
 from deft_policies.benchmark.summary import expected_speedup
-from scripts.predict_gpu import action_ms
+from deft_policies.decoding.methods import find_method
+from scripts.predict_gpu import HeadWork, action_ms
 from scripts.reproduce.study import ReproductionError, Row
 
 MARGIN = 0.05  # of success, in shares: a loss as large as this is to be ruled out
@@ -84,13 +85,17 @@ class RowResults:
     @cached_property
     def full_size_ms(self) -> float | None:
         """What a replayed frame takes there; None where something drafts at an unknown cost."""
-        levels = "" if self.replayed is None else self.replayed.header.options["head_levels"]
-        if not levels:
+        options = {} if self.replayed is None else self.replayed.header.options
+        if not options.get("head_levels"):
             return None
-        answers = answers_of(self.replayed)
-        return float(
-            np.mean([action_ms(one.guesses, one.accepted, int(levels)) for one in answers])
+        method = find_method(options["decoding"])
+        head = HeadWork(
+            int(options["head_levels"]),
+            any(plan.shape.is_full_depth for plan in method.plans),
+            method.whole_vocabulary,
         )
+        answers = answers_of(self.replayed)
+        return float(np.mean([action_ms(one.guesses, one.accepted, head) for one in answers]))
 
     @cached_property
     def apart(self) -> Comparison | None:
@@ -191,8 +196,7 @@ def _start(results: RowResults, token: str) -> Cell:
     return _number(mean - 1)
 
 
-def _equal(results: RowResults, _: str) -> Cell:
-    own, plain = results.replayed, results.baseline.replayed
+def _share_equal(own: RunResults | None, plain: RunResults | None) -> Cell:
     if own is None or plain is None:
         return _EMPTY
     others = {one.key: one.actions for one in plain.records}
@@ -338,7 +342,21 @@ MEASURES: Mapping[str, Measure] = MappingProxyType(
             _relaxed,
         ),
         "equal": Measure(
-            "equal actions", "actions whose tokens are all those of plain decoding", _equal
+            "equal actions",
+            "actions whose tokens are all those of plain decoding",
+            lambda one, _: _share_equal(one.replayed, one.baseline.replayed),
+        ),
+        "served-passes": Measure(
+            "passes, as served",
+            "the same of the frames that were timed, with the plans that the guard chose",
+            lambda one, _: _passes(one.timed_summary),
+            is_time=True,
+        ),
+        "served-equal": Measure(
+            "equal actions, as served",
+            "actions of these frames whose tokens are all those of plain decoding",
+            lambda one, _: _share_equal(one.timed, one.baseline.timed),
+            is_time=True,
         ),
         "mm": Measure("mm from plain", "mean distance of the commanded motions", _deviation_of(0)),
         "deg": Measure("degrees from plain", "the same of the turns", _deviation_of(1)),

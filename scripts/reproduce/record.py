@@ -50,9 +50,9 @@ class PolicyWords:
     name: str
     flags: tuple[str, ...]
 
-    def load(self, flags: Sequence[str] = ()) -> VlaPolicy:
-        """The policy with further flags; plans are fixed, so that a replay is repeatable."""
-        policy = load_by_words(self.name, *self.flags, *flags, "--no-guard")
+    def load(self, flags: Sequence[str] = ("--no-guard",)) -> VlaPolicy:
+        """The policy with further flags; without a guard its plans are fixed."""
+        policy = load_by_words(self.name, *self.flags, *flags)
         if not isinstance(policy, VlaPolicy) or not isinstance(policy.model, TokenModel):
             raise ReproductionError(
                 f"--policy {self.name} decodes in one way; studies compare methods of OpenVLA's"
@@ -156,7 +156,8 @@ class Replays:
 
     def _answer(self, rows: Sequence[Row], frames: FrameSet, folder: str) -> None:
         for flags, group in groupby(sorted(rows, key=lambda row: row.flags), lambda row: row.flags):
-            policy = self.words.load(flags)
+            # Times are of the policy as it is served; other lines are to be the same every time.
+            policy = self.words.load(flags if folder == TIMED else (*flags, "--no-guard"))
             if not flags:
                 self.told |= _describe(policy)
             self._answer_with(policy, list(group), frames, folder)
@@ -171,6 +172,9 @@ class Replays:
                 if (one := self._open(policy, row, frames, folder)) is not None:
                     opened.append(one)
                     stack.callback(one.store.close)
+            if folder == TIMED:  # a guard knows from its start what plans cost
+                asked = [one.contender.decoding for one in opened]
+                policy.warm_up([name for name in asked if name is not None])
             for key, seen in tqdm(frames.episodes(), unit="episode", desc=folder):
                 missing = [one for one in opened if not one.has(key)]
                 asked = [ReplayFrame(one, str(key)) for one in seen]

@@ -201,7 +201,7 @@ class VlaPolicy:
             raise RequestError("log_probs", "answers here are no tokens that are drawn one by one")
 
     def warm_up(self, methods: Sequence[str] | None = None) -> None:
-        """Answer a black frame by every way the default method may take, to learn what they cost.
+        """Answer a black frame by every way the default and `methods` may take, to learn their cost.
 
         Where steps are captured, capture before that all that any batch or prompt within the
         reserve can need by the default and these `methods`, else by every method there is: nothing
@@ -216,7 +216,8 @@ class VlaPolicy:
             for way in self._token_models:
                 form = _form(way.forms[self._any_key], self._tested(way))
                 prompts = self._blank_prompts(way, 1)
-                self.engine.warm_up(prompts, self.method_for(ActOptions()), form)
+                for name in dict.fromkeys((self.method.name, *(methods or ()))):
+                    self.engine.warm_up(prompts, self.method_for(ActOptions(decoding=name)), form)
         limits = self.action_limits(self._any_key)
         for one in self._models:
             self_test(

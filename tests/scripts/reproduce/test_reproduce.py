@@ -19,7 +19,7 @@ from deft_client.types import ActOptions
 from deft_policies.base import ActRequest
 from deft_policies.decoding.methods import find_method
 from deft_policies.memory import SessionMemory
-from scripts.predict_gpu import action_ms
+from scripts.predict_gpu import HeadWork, action_ms
 from scripts.reproduce.__main__ import main
 from scripts.reproduce.choices import FILE as CHOICES
 from scripts.reproduce.choices import record_choices
@@ -451,10 +451,27 @@ def test_a_page_quotes_an_evaluation_that_belongs_to_no_study(folder, tmp_path):
 
 def test_full_size_milliseconds_are_those_of_the_limits():
     """As docs/performance.md computes them: seven passes, and one pass for everything."""
-    assert action_ms((0,) * 7, (0,) * 7, 0) == pytest.approx(23.8, abs=0.05)
-    assert action_ms((6,), (6,), 0) == pytest.approx(5.3, abs=0.1)
-    drafted = action_ms((0, 5), (0, 5), 5) - action_ms((0, 5), (0, 5), 0)
-    assert drafted == pytest.approx(5 * 0.11, abs=0.01)
+    assert action_ms((0,) * 7, (0,) * 7, HeadWork()) == pytest.approx(23.8, abs=0.05)
+    assert action_ms((6,), (6,), HeadWork()) == pytest.approx(5.3, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("head", "ms"),
+    [
+        (HeadWork(5), 5 * 0.11),  # five of the six tokens that are missing
+        (HeadWork(5, whole_vocabulary=True), 5 * 0.172),
+    ],
+)
+def test_a_head_is_charged_for_what_it_reads(head, ms):
+    drafted = action_ms((0, 5), (0, 5), head) - action_ms((0, 5), (0, 5), HeadWork())
+    assert drafted == pytest.approx(ms, abs=0.01)
+
+
+def test_a_head_of_full_depth_is_charged_for_levels_behind_the_end():
+    guesses, accepted = (0, 5, 5), (0, 4, 0)
+    short = action_ms(guesses, accepted, HeadWork(5))
+    full = action_ms(guesses, accepted, HeadWork(5, is_full_depth=True))
+    assert full - short == pytest.approx(4 * 0.11, abs=0.01)
 
 
 def test_the_command_runs_a_study_over_a_policy_given_by_flags(tmp_path, data, capsys):
