@@ -217,7 +217,7 @@ def _facts(frames: FrameSet) -> dict[str, str]:
     peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
     return {
         "frames": frames.label,
-        "plans": "fixed (--no-guard)",
+        "plans": "fixed (--no-guard); the guard's where times were taken",
         "seeds": "0 of scripted drafts and random weights, 7 of episodes",
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, "
         f"Python {platform.python_version()}",

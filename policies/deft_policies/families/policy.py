@@ -201,7 +201,7 @@ class VlaPolicy:
             raise RequestError("log_probs", "answers here are no tokens that are drawn one by one")
 
     def warm_up(self, methods: Sequence[str] | None = None) -> None:
-        """Answer a black frame by every way the default and `methods` may take, to learn their cost.
+        """Answer a black frame by every way the default and `methods` may take: what do they cost?
 
         Where steps are captured, capture before that all that any batch or prompt within the
         reserve can need by the default and these `methods`, else by every method there is: nothing
