@@ -173,8 +173,8 @@ class Replays:
                     opened.append(one)
                     stack.callback(one.store.close)
             if folder == TIMED:  # a guard knows from its start what plans cost
-                asked = [one.contender.decoding for one in opened]
-                policy.warm_up([name for name in asked if name is not None])
+                methods = (one.contender.decoding for one in opened)
+                policy.warm_up([method for method in methods if method is not None])
             for key, seen in tqdm(frames.episodes(), unit="episode", desc=folder):
                 missing = [one for one in opened if not one.has(key)]
                 asked = [ReplayFrame(one, str(key)) for one in seen]
