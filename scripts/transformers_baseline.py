@@ -1,24 +1,29 @@
-"""The baseline that speed is compared with: transformers' own Llama behind our towers.
+"""The baseline that speed is compared with: transformers' own models and loops.
 
-Same weights, pixels and prompt; only the language model and its loop are theirs. Behind the
-`Policy` interface, so that it is measured like any other policy.
+Same weights, pixels and prompt. Of OpenVLA only the language model and its loop are theirs, behind
+our towers; of VLA-0 the whole model is. Behind the `Policy` interface, so that it is measured like
+any other policy.
 """
 
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from deft_client.types import ActionChunk, ActOptions, DecodeTrace, Observation, ServerInfo
 from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.decoding.clock import Stage, StageClock
-from deft_policies.errors import RequestError
+from deft_policies.errors import NoActionError, RequestError
 from deft_policies.families.policy import VlaPolicy
+from deft_policies.families.vla0.model import Vla0
+from deft_policies.families.vla0.pictures import PATCH, make_pictures, to_patches
+from deft_policies.families.wrists import find_pictures
 from deft_policies.model.vla import OpenVLAModel
 
 if TYPE_CHECKING:
@@ -35,13 +40,23 @@ class BaselineLoop(Enum):
     FORWARD = "transformers-forward"  # the leanest loop over their model and cache
 
 
+class QwenLoop(Enum):
+    """Which of transformers' ways to write VLA-0's answers."""
+
+    CONSTRAINED = "transformers"  # as VLA-0's own code: only digits, the space and the end
+    LOOKUP = "transformers-lookup"  # the same, drafting what stood in prompt and text before
+    PLAIN = "transformers-unconstrained"
+
+
 class TransformersPolicy:
     """Answers one observation at a time, greedily, with `LlamaForCausalLM`."""
+
+    name: str
 
     def __init__(self, policy: VlaPolicy, loop: BaselineLoop) -> None:
         self._ours = policy
         self._model = policy.token_model
-        self._loop = loop
+        self._loop, self.name = loop, loop.value
         self._llama = build_llama(self._model.network)
 
     @property
@@ -58,20 +73,31 @@ class TransformersPolicy:
 
     @torch.inference_mode()
     def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
-        """Answer a batch of one, as OpenVLA's own code does."""
+        """Answer a batch of one, as the families' own code does."""
         if len(batch) != 1:
             raise RequestError("batch", f"the baseline answers 1 observation, got {len(batch)}")
-        request, model = batch[0], self._model
+        request, model, error = batch[0], self._model, None
         clock = StageClock(model.device)
-        prompts = model.see([request.observation], clock)
         key = self._ours.find_key(request.options.statistics_key)
-        decode = self._forward if self._loop is BaselineLoop.FORWARD else self._generate
-        tokens = decode(prompts.embeds, model.forms[key].max_tokens, clock)
+        tokens = self._write(request.observation, model.forms[key].max_tokens, clock)
         clock.skip()
-        actions = model.decode(key, np.array(tokens))
+        try:
+            actions = self._read(key, tokens)
+        except NoActionError as none:
+            actions, error = np.empty((0, model.statistics[key].action_dim)), none
         clock.lap(Stage.FINISH)
-        trace = DecodeTrace(self._loop.value, tuple(tokens), tuple(tokens), (), ())
-        return [ActAnswer(ActionChunk(actions, clock.timings(), trace), request.memory)]
+        trace = DecodeTrace(self.name, tuple(tokens), tuple(tokens), (), ())
+        chunk = ActionChunk(actions, clock.timings(), trace)
+        return [ActAnswer(chunk, request.memory, error)]
+
+    def _write(self, observation: Observation, num_tokens: int, clock: StageClock) -> list[int]:
+        """The tokens of an answer."""
+        prompts = self._model.see([observation], clock)
+        decode = self._forward if self._loop is BaselineLoop.FORWARD else self._generate
+        return decode(prompts.embeds, num_tokens, clock)
+
+    def _read(self, key: str, tokens: list[int]) -> NDArray[np.float64]:
+        return self._model.decode(key, np.array(tokens))
 
     def _generate(self, embeds: Tensor, num_tokens: int, clock: StageClock) -> list[int]:
         stage = Stage.PREFILL
@@ -111,6 +137,72 @@ class TransformersPolicy:
         tokens: list[int] = torch.cat(found).tolist()
         clock.lap(Stage.VERIFY)
         return tokens
+
+
+class QwenPolicy(TransformersPolicy):
+    """Answers with `Qwen2_5_VLForConditionalGeneration` of VLA-0's own files."""
+
+    def __init__(self, policy: VlaPolicy, loop: QwenLoop, qwen: Any) -> None:
+        """With `build_qwen`'s model, which several may share."""
+        model = policy.token_model
+        assert isinstance(model, Vla0)
+        self._ours, self._model, self._vla0, self._qwen = policy, model, model, qwen
+        self._way, self.name = loop, loop.value
+        config = model.network.config
+        self._is_allowed = torch.zeros(config.num_words, dtype=torch.bool, device=model.device)
+        self._is_allowed[list(config.ids)] = True
+
+    def _write(self, observation: Observation, num_tokens: int, clock: StageClock) -> list[int]:
+        model, qwen = self._vla0, self._qwen
+        pictures = make_pictures(find_pictures(observation, model.num_pictures), model.run)
+        ids = torch.tensor([model.encode(observation.instruction)], device=model.device)
+        clock.lap(Stage.PREPARE)
+        processors = [] if self._way is QwenLoop.PLAIN else [self._constrained]
+        found = qwen.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            mm_token_type_ids=(ids == qwen.config.image_token_id).long(),
+            pixel_values=torch.cat([to_patches(one) for one in pictures]).to(model.device),
+            image_grid_thw=torch.tensor(
+                [[1, one.shape[0] // PATCH, one.shape[1] // PATCH] for one in pictures]
+            ),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            prompt_lookup_num_tokens=10 if self._way is QwenLoop.LOOKUP else None,
+            logits_processor=processors,
+        )
+        tokens: list[int] = found[0, ids.shape[1] :].tolist()
+        clock.lap(Stage.VERIFY)
+        return tokens
+
+    def _read(self, key: str, tokens: list[int]) -> NDArray[np.float64]:
+        if not self._is_allowed[tokens].all():
+            raise NoActionError("the text has words that are no numbers")
+        return super()._read(key, tokens)
+
+    def _constrained(self, _: Tensor, scores: Tensor) -> Tensor:
+        return scores.masked_fill(~self._is_allowed, -torch.inf)
+
+
+def baselines_of(policy: VlaPolicy) -> list[TransformersPolicy]:
+    """Every way of transformers to answer as a policy; speed-ups are over the first."""
+    if isinstance(policy.model, Vla0):
+        qwen = build_qwen(policy.model)
+        return [QwenPolicy(policy, loop, qwen) for loop in QwenLoop]
+    return [TransformersPolicy(policy, loop) for loop in BaselineLoop]
+
+
+def build_qwen(model: Vla0) -> Any:
+    """Load transformers' Qwen2.5-VL from the files of ours, in its number format."""
+    with _quiet():
+        from transformers import Qwen2_5_VLForConditionalGeneration
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+        qwen: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+            str(model.run.model), dtype=model.network.words.weight.dtype
+        )
+    return qwen.to(model.device).eval()
 
 
 def build_llama(model: OpenVLAModel) -> "LlamaForCausalLM":

@@ -12,7 +12,7 @@ from deft_policies.benchmark.replay import Contender, ReplayFrame
 from deft_policies.decoding.methods import AUTOREGRESSIVE
 from deft_policies.families.policy import VlaPolicy
 from scripts.scripted_drafts import Script, ScriptedPolicy, find_answers
-from scripts.transformers_baseline import BaselineLoop, TransformersPolicy
+from scripts.transformers_baseline import BaselineLoop, baselines_of
 
 
 def main(arguments: list[str]) -> int:
@@ -28,7 +28,7 @@ def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--against",
         choices=["transformers"],
-        help="also run transformers' own Llama of the same weights, and print ratios",
+        help="also run transformers' own model of the same weights, and print ratios",
     )
     parser.add_argument(
         "--scripted-drafts",
@@ -51,9 +51,7 @@ def find_others(given: Namespace, policy: VlaPolicy, frames: Sequence[ReplayFram
     """Whom the flags add."""
     contenders: list[Contender] = []
     if given.against is not None:
-        contenders += [
-            Contender(one.value, TransformersPolicy(policy, one)) for one in BaselineLoop
-        ]
+        contenders += [Contender(one.name, one) for one in baselines_of(policy)]
     if given.scripted_drafts:
         contenders += scripted(policy, frames, given.scripted_drafts)
     baseline = AUTOREGRESSIVE if given.against is None else BaselineLoop.GENERATE.value

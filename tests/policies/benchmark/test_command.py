@@ -27,7 +27,7 @@ from deft_policies.benchmark.audit import (
     describe_equality,
     last_place,
 )
-from deft_policies.benchmark.command import next_command
+from deft_policies.benchmark.command import measure, next_command
 from deft_policies.benchmark.replay import (
     Contender,
     MeasuredAnswer,
@@ -54,8 +54,9 @@ from deft_policies.model.formats import Precision
 from deft_policies.model.random_weights import openvla_7b
 from deft_server.__main__ import main as deft
 from scripts.bench.decoding import main as bench
-from scripts.transformers_baseline import BaselineLoop, TransformersPolicy
+from scripts.transformers_baseline import BaselineLoop, TransformersPolicy, baselines_of
 from tests import golden
+from tests.golden_vla0 import GOLDEN, cameras, variant
 
 BF16 = WeightBytes(2.0, 2.0)
 
@@ -320,6 +321,38 @@ def test_transformers_on_the_same_weights_answers_the_same_tokens(loop: Baseline
         assert answer.chunk.actions.tobytes() == case.action.tobytes()
         assert answer.chunk.timings.prefill_ms > 0.0
         assert answer.chunk.timings.verify_ms > 0.0
+
+
+VLA0 = ModelOptions(
+    checkpoint=str(GOLDEN / "untied"), precision=Precision.FLOAT32, is_guarded=False
+)
+
+
+def vla0_frames() -> list[ReplayFrame]:
+    session = variant("untied")["sessions"][0]
+    return [
+        ReplayFrame(Observation(image, session["instruction"], {"wrist": wrist}), "session")
+        for image, wrist in map(cameras, session["frames"][:2])
+    ]
+
+
+def test_answers_of_numbers_are_measured_beside_transformers() -> None:
+    """As the original decodes, and with lookup; without its constraint no number may be written."""
+    policy = load_policy(VLA0)
+    ours = [Contender(name, policy, name) for name in ("autoregressive", "lossless")]
+    theirs = [Contender(one.name, one) for one in baselines_of(policy)]
+    report = measure(policy, ours + theirs, vla0_frames(), 0, theirs[0].name)
+    equal = {one.name: one.equal_actions for one in report.decodings}
+    assert equal["lossless"] == equal["transformers"] == equal["transformers-lookup"] == 1.0
+    assert report.decodings[1].passes < report.decodings[0].passes
+
+
+def test_the_command_measures_answers_of_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--frames", "2", "--warm-ups", "0", "--max-tokens", "9", "--stages"]
+    assert deft(["bench", "--checkpoint", str(GOLDEN / "tied"), *flags]) == 0
+    found = capsys.readouterr().out
+    assert "| autoregressive |" in found
+    assert "| vision" in found
 
 
 def test_the_last_place_of_bfloat16_is_2_to_the_minus_7() -> None:
