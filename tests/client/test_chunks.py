@@ -100,7 +100,7 @@ def test_execute_asks_early_and_the_rest_of_a_chunk_bridges_late_answers():
     assert waiting[4:11] == [4.0, 5.0, 6.0, 7.0, None, None, None]
 
 
-def test_without_overlap_the_robot_waits_and_then_starts_where_the_chunk_does():
+def test_without_overlap_the_robot_waits_for_the_chunk():
     executed = execute(ActionQueue(JOINT, Seam.WAIT), [2], 14)
     assert executed == [None, None, *range(8), None, None, 10, 11]
 
@@ -183,7 +183,7 @@ def test_with_weights_a_switch_is_as_most_of_them_say() -> None:
     assert queue.next()[2] == 1.0
 
 
-def test_the_next_frame_knows_how_many_actions_were_executed_since_the_last() -> None:
+def test_a_frame_says_how_many_actions_were_executed() -> None:
     queue = ActionQueue(JOINT, Seam.SWITCH)
     assert queue.ask() is None
     queue.refill(numbered(0))
@@ -200,14 +200,14 @@ def test_the_next_frame_knows_how_many_actions_were_executed_since_the_last() ->
     assert queue.ask() is None  # of single actions nothing is left
 
 
-def test_what_is_left_of_an_older_chunk_still_counts_where_the_newest_is_over():
+def test_an_older_chunk_counts_where_the_newest_is_over():
     queue = ActionQueue(JOINT, Seam.ENSEMBLE)
     refill(queue, chunk(1, 1, 1))
     refill(queue, chunk(3))
     assert [queue.next().tolist() for _ in range(3)] == [[2.0], [1.0], [1.0]]
 
 
-def test_an_episode_starts_with_nothing_left_over_and_no_question_under_way():
+def test_an_episode_starts_with_nothing_left_over():
     queue = ActionQueue(MOTION)
     refill(queue, numbered(0))
     queue.ask()

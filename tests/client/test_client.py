@@ -203,7 +203,7 @@ def test_an_answer_that_takes_too_long_is_its_own_exception():
     assert len(server.requests) == 1
 
 
-def test_a_server_that_asks_for_more_patience_than_we_have_is_not_waited_for():
+def test_a_server_that_asks_for_too_much_patience_is_left():
     server = FakeServer(refusal(429, retry_after="60"))
     with pytest.raises(OverloadedError) as caught:
         Robot(server).act()
@@ -273,7 +273,7 @@ def test_actions_beyond_the_limits_of_the_caller_are_refused():
         Robot(FakeServer(answer(np.array([[0.0, 1e3, 0.0]]))), settings).act()
 
 
-def test_an_answer_to_another_request_is_not_used_and_its_connection_is_closed():
+def test_an_answer_to_another_request_is_not_used():
     """HTTP has no numbers of its own: what is left over from one answer would be the next one."""
     network = ClosableStream()
     foreign = httpx.Response(

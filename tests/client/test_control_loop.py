@@ -230,7 +230,7 @@ def test_the_watchdog_stops_an_arm_whose_command_does_not_return():
     assert loop.status.stalls >= 1
 
 
-def test_an_arm_that_cannot_be_commanded_ends_the_loop_stopped_and_says_why():
+def test_an_arm_that_cannot_be_commanded_ends_the_loop():
     class Broken(RecordingArm):
         def move(self, action):
             raise OSError("the bus is gone")
@@ -309,7 +309,7 @@ class AnsweringPolicy(ScriptedPolicy):
 
 @SEAMS
 @pytest.mark.parametrize("rules", [MOTION, ActionRules((True,)), ActionRules((False,))])
-def test_every_command_is_finite_and_within_the_rules_whatever_was_answered(seam, rules):
+def test_every_command_is_finite_and_within_the_rules(seam, rules):
     arm = RecordingArm(position=np.zeros(1))
     policy = AnsweringPolicy(arm, lambda count: [[(-1) ** count * 1e308]] * 8)
     settings = seamed(seam, period_s=0.005, watchdog_s=10.0, execute=4)
@@ -350,7 +350,7 @@ def test_a_hold_slows_down_as_the_rules_ask():
 
 
 @SEAMS
-def test_after_the_watchdog_stopped_the_arm_nothing_from_before_is_executed(seam):
+def test_nothing_older_than_the_watchdogs_stop_is_executed(seam):
     """The second command returns only once the arm was stopped."""
 
     class Stalling(RecordingArm):
@@ -418,7 +418,7 @@ def test_a_pause_longer_than_what_is_left_empties_the_queue(seam):
     assert arm.commands.count([7.0]) == 2
 
 
-def test_an_arm_whose_stop_raises_is_stopped_once_more_and_at_the_next_stall():
+def test_an_arm_whose_stop_raises_is_stopped_again():
     class Stubborn(RecordingArm):
         def __init__(self):
             super().__init__(position=np.zeros(3))
@@ -480,7 +480,7 @@ def test_frames_that_are_too_old_are_not_asked_about():
     assert "9.00 s old, the limit is 5 s" in str(status.problem)
 
 
-def test_frames_that_do_not_say_how_old_they_are_are_none_where_that_counts():
+def test_frames_without_an_age_are_not_used_where_age_counts():
     policy = ScriptedPolicy([[0.1, 0.2, 1.0]])
     settings = LoopSettings(period_s=0.05, watchdog_s=10.0, max_frame_age_s=5.0)
     status = run(policy, RecordingArm(), 3, settings=settings)
@@ -504,7 +504,7 @@ def test_frames_of_another_clock_hold_the_arm_and_say_so(clock):
     assert "ahead of time.monotonic()" in str(status.problem)
 
 
-def test_a_policy_that_wants_to_end_the_process_holds_the_arm_with_that_reason():
+def test_a_policy_that_exits_holds_the_arm():
     class Leaving(ScriptedPolicy):
         def act(self, observation, options=None):
             raise SystemExit(3)
@@ -539,7 +539,7 @@ def test_a_loop_that_is_to_give_up_does_so_with_the_arm_stopped():
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_rules_of_another_size_than_the_arm_are_refused_before_the_first_period(size):
+def test_rules_of_another_size_than_the_arm_are_refused(size):
     policy, arm = ScriptedPolicy([[0.1, 0.2, 1.0]]), RecordingArm(position=np.zeros(size))
     loop = ControlLoop(policy, arm, RULES, QUICK)
     with pytest.raises(ValueError, match=rf"rules are for 3 .* position is \[{size}\]"):

@@ -121,7 +121,7 @@ def test_a_disk_that_hangs_does_not_hold_up_the_robot(tmp_path, stuck_disk):
         np.testing.assert_array_equal(step.observation.image, frame(seed=number))
 
 
-def test_a_disk_that_is_too_slow_ends_the_recording_and_bounds_what_waits(tmp_path, stuck_disk):
+def test_a_disk_that_is_too_slow_ends_the_recording(tmp_path, stuck_disk):
     with Recorder(CountingPolicy(), tmp_path) as recorder:
         for number in range(3 * MAX_WAITING):
             assert recorder.act(observation(0)).actions[0, 0] == number + 1

@@ -128,7 +128,7 @@ def test_an_answer_with_another_id_is_refused_and_asked_again():
     assert len({decode_request(one).id for one in stream.frames}) == 2  # the third is the second
 
 
-def test_an_answer_without_an_id_is_refused_once_the_server_has_repeated_one():
+def test_an_answer_without_an_id_is_refused_after_a_repeat():
     with streaming(ANSWER, repeating_id, encode_answer(UNASKED)) as stream:
         stream.otherwise = repeating_id
         answers = act(stream.url, times=3)

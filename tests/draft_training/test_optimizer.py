@@ -19,7 +19,7 @@ def test_orthogonalised_matrices_have_singular_values_near_one():
         assert values.max() < 1.3
 
 
-def test_matrices_that_are_orthogonalised_together_come_out_as_each_alone():
+def test_matrices_are_orthogonalised_together_as_each_alone():
     for shape in ((8, 20), (20, 8)):
         matrices = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
         alone = torch.stack([orthogonalise(one) for one in matrices])

@@ -70,7 +70,7 @@ def test_metrics_after_the_last_state_are_forgotten_on_resume(tmp_path):
     assert run.metrics() == [{"step": 1, "loss": 2.0}]
 
 
-def test_a_run_that_ended_before_its_first_state_starts_with_empty_metrics(tmp_path):
+def test_a_run_without_a_state_starts_with_empty_metrics(tmp_path):
     """Its torn last line was glued to the next one, and no metrics could be read any more."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
     with RunDirectory(tmp_path, {}) as run:

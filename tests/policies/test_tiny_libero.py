@@ -87,7 +87,7 @@ def words(tokens: tuple[int, ...]) -> list[int]:
     return [token for token in tokens if not actions.first <= token <= actions.last]
 
 
-def test_words_are_those_of_plain_decoding_under_spec_vlas_rule_on_raw_ids():
+def test_words_are_exact_under_spec_vlas_rule_on_raw_ids():
     """Seen for real: "GRIPPER POSITION: [128, 64]" became "[128, 80, 64]", and the action moved."""
     frame = load_image(GOLDEN.parents[2] / "examples" / "frame.png")
     observation = Observation(frame, "pick up the butter and place it in the basket")

@@ -30,7 +30,7 @@ def test_every_alert_has_a_case() -> None:
     assert {one["alert"] for one in rules} == set(tested)
 
 
-def test_every_counter_that_an_alert_reads_is_there_before_the_first_event(
+def test_counters_that_alerts_read_exist_before_any_event(
     tmp_path: Path,
 ) -> None:
     """`increase()` does not see a series that is born with its first event."""

@@ -132,7 +132,7 @@ def test_files_mounted_into_containers_exist(compose: Compose) -> None:
                 assert (ROOT / mount.split(":")[0]).exists(), mount
 
 
-def test_servers_are_reached_from_this_machine_only_unless_told_otherwise(
+def test_servers_listen_on_this_machine_unless_told_otherwise(
     compose: Compose,
 ) -> None:
     for service in compose.services.values():
@@ -183,7 +183,7 @@ def test_what_the_images_copy_exists_and_reaches_the_builder() -> None:
             assert source in let_in, source
 
 
-def test_no_service_asks_for_what_another_needs_and_the_example_names_it_all() -> None:
+def test_the_example_names_every_setting_that_services_need() -> None:
     text = (ROOT / "docker-compose.yml").read_text()
     example = (ROOT / ".env.example").read_text()
     assert not re.findall(r"\$\{(\w+):\?", text), "compose would ask whatever is started"
@@ -262,7 +262,7 @@ def test_a_server_that_cannot_start_is_not_tried_for_ever(compose: Compose) -> N
         assert compose.services[name].restart == "on-failure:5"
 
 
-def test_the_systemd_unit_starts_the_server_again_unless_that_would_not_help(
+def test_systemd_restarts_the_server_where_that_helps(
     tmp_path: Path,
 ) -> None:
     unit = ConfigParser(interpolation=None)

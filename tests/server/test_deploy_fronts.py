@@ -101,7 +101,7 @@ class Ingress(Part):
     spec: IngressSpec
 
 
-def test_the_ingress_pins_as_nginx_does_and_finds_the_service_of_the_fronts() -> None:
+def test_the_ingress_pins_sessions_and_finds_the_fronts() -> None:
     ingress = Ingress.model_validate(
         yaml.safe_load((DEPLOY / "kubernetes/ingress.yaml").read_text())
     )

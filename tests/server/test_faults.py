@@ -62,7 +62,7 @@ def until(server: ServerProcess, name: str, value: float) -> None:
     raise AssertionError(f"{name} never was {value}")
 
 
-def test_a_caller_that_leaves_in_the_middle_of_its_body_leaves_nothing_behind(
+def test_a_caller_that_leaves_within_its_body_leaves_nothing(
     server: ServerProcess,
 ):
     for _ in range(5):

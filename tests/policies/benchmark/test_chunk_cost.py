@@ -45,7 +45,7 @@ def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     )
 
 
-def test_limits_of_a_pass_of_the_7b_on_an_h200_are_those_of_the_arithmetic() -> None:
+def test_limits_of_a_7b_pass_on_an_h200_follow_from_arithmetic() -> None:
     """Two pictures, a state, 33 ids and 56 values: 603 positions, bound by what is computed."""
     llm = openvla_7b().llm
     one = decoder_cost(llm, 1, PassTokens(0, 603, 0, 0), BF16)

@@ -244,7 +244,7 @@ def golden_with(directory: Path, section: str, name: str, value: object) -> Path
         ("vision_sizes.siglip", "patch_size"),
     ],
 )
-def test_a_size_that_no_model_has_is_refused_before_anything_is_allocated(
+def test_a_size_that_no_model_has_is_refused_at_once(
     tmp_path: Path, section: str, name: str, value: int
 ) -> None:
     """Nine zeros too many allocated for 25 seconds, and no heads divided by zero."""

@@ -47,7 +47,7 @@ def alone(method: str, max_tokens: int, seed: int) -> list[int]:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("lengths", [(7, 7), (5, 7), (7, 5)])
-def test_a_row_that_joins_while_the_only_other_is_cancelled_answers_as_alone(
+def test_a_row_that_joins_at_a_cancel_answers_as_alone(
     method: str, lengths: tuple[int, int]
 ) -> None:
     """Two rows join a running one that is cancelled before the next round: a robot hung up."""

@@ -245,7 +245,7 @@ def test_every_answer_is_that_of_its_request_alone(first: int, precision: str) -
     check(range(first, first + 50), precision)
 
 
-def test_a_slot_that_stays_empty_keeps_nothing_of_an_older_and_wider_pass() -> None:
+def test_an_empty_slot_keeps_nothing_of_a_wider_pass() -> None:
     """Its row ended between the join and the first pass of the row behind it."""
     check([1172], "float32")
 

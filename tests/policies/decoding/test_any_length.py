@@ -167,7 +167,7 @@ asks = st.tuples(st.integers(1, 9), st.integers(0, 5), forms)
     rides=st.booleans(),
     seed=st.integers(0, 10**6),
 )
-def test_answers_equal_plain_decoding_whoever_joins_leaves_or_is_cancelled(
+def test_answers_are_plain_decodings_whoever_joins_or_leaves(
     starts: list[list[tuple[int, int, AnswerSpec]]], skill: float, rides: bool, seed: int
 ) -> None:
     rng = random.Random(seed)

@@ -170,7 +170,7 @@ def test_no_answers_whatever_can_exceed_the_budget(
 # What a session remembers.
 
 
-def test_a_session_remembers_own_tokens_and_how_far_the_executed_ones_strayed() -> None:
+def test_a_session_remembers_own_tokens_and_drift() -> None:
     memory = SessionMemory()
     for step in range(STEPS_KEPT + 3):
         memory = memory.after_action(executed=(step, 7), own=(step, 5), leak=1.0)

@@ -133,7 +133,7 @@ def test_the_page_names_what_rules_and_sources_are_given() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_probability_rule_judges_each_node_by_what_was_said_at_its_parent(
+def test_a_probability_rule_judges_nodes_at_their_parents(
     installed: Path, seed: int
 ) -> None:
     """Against plain Python, one node at a time."""
@@ -280,7 +280,7 @@ def add_source(place: Path, answer: str, kind: str = "odd") -> Decoding:
     return Decoding(fast_target(tiny_decoder()), find_method("lossless:drafts=odd"))
 
 
-def test_a_source_with_another_name_is_refused_before_anything_is_decoded(place: Path) -> None:
+def test_a_source_with_another_name_is_refused_at_once(place: Path) -> None:
     with pytest.raises(RequestError, match=r"plugin odd-robot .*whose kind is 'odd'"):
         add_source(place, "Chains(tokens, known)", kind="even")
 
@@ -387,7 +387,7 @@ def test_a_wrong_knob_is_refused_by_name(text: str, message: str) -> None:
         find_method(text)
 
 
-def test_evaluation_report_and_dashboard_show_a_plugin_with_its_parameters(tmp_path: Path) -> None:
+def test_report_and_dashboard_show_a_plugin_with_its_parameters(tmp_path: Path) -> None:
     """The product as it is installed: a server, its dashboard, `deft-client eval`, the report."""
     install(tmp_path)
     paths = [str(tmp_path), *(str(ROOT / one) for one in ("client", "server", "policies"))]

@@ -129,7 +129,7 @@ def test_what_the_target_says_behind_old_words_is_drafted_next() -> None:
     assert passes(old, new) == 3
 
 
-def test_a_target_that_says_nonsense_behind_old_words_costs_no_more_passes() -> None:
+def test_nonsense_behind_old_words_costs_no_more_passes() -> None:
     alignment, new = Alignment([1, 2, 3, 4, 5, 6, 7, 8]), [1, 2, 9, 4, 5, 6]
     alignment.guess([], 8, 8)
     alignment.take(new[:3], [1, 2, 9, 0, 0, 0, 0, 0, 0])
@@ -162,7 +162,7 @@ def passes_of_ids(old: Sequence[int], new: Sequence[int], limit: int) -> int:
     return num
 
 
-def test_later_frames_of_the_golden_sessions_take_an_eighth_of_their_tokens() -> None:
+def test_later_golden_frames_take_an_eighth_of_their_tokens() -> None:
     counts = [
         passes_of_ids(old["generated_ids"], new["generated_ids"], one["max_new_tokens"])
         for one in golden_ecot.expected()["sessions"]
@@ -310,7 +310,7 @@ def plans_of_a_session(monkeypatch: pytest.MonkeyPatch, wide_ms: float) -> list[
     return plans
 
 
-def test_a_text_is_decoded_plainly_where_checking_the_last_one_costs_more(
+def test_a_text_is_decoded_plainly_where_that_is_cheaper(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plans = plans_of_a_session(monkeypatch, wide_ms=30.0)

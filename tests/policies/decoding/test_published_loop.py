@@ -151,7 +151,7 @@ def decode(target: object, prompts: Prompts, guess: Guess, radius: int) -> Decod
     return Decoding(target, method, None, drafts).decode(prompts, Session.of(1))[0]
 
 
-def test_the_seventh_token_may_be_a_draft_and_a_pass_commits_it_otherwise() -> None:
+def test_the_seventh_token_may_be_a_draft_in_the_published_loop() -> None:
     """All guesses right: 1 + 5 + 1 tokens take two passes with drafts. None right: seven."""
     right = (1, 2, 3, 4, 5, 6, 7)
     for is_right, expected in ((True, [5, 0]), (False, [0] * 7)):
@@ -169,7 +169,7 @@ def told_token(told: tuple[int, ...], row: int, place: int, before: tuple[int, .
     return [told[min(place, LENGTH - 1)]]
 
 
-def test_our_loop_never_drafts_for_the_last_token_and_needs_no_pass_for_it() -> None:
+def test_our_loop_never_drafts_for_the_last_token() -> None:
     assert find_method("spec-vla").loop is Loop.LEAN
     assert find_method("spec-vla-published").loop is Loop.PUBLISHED
 

@@ -213,7 +213,7 @@ def test_the_head_over_action_rows_alone_equals_that_part_of_the_whole() -> None
     assert all(actions.first <= token <= actions.last for row in decoded for token in row)
 
 
-def test_what_inference_leaves_behind_does_not_disturb_training_or_recording() -> None:
+def test_inference_leaves_nothing_that_disturbs_training() -> None:
     model = tiny_model()
     prompts = random_prompts(model, TEXT_LENGTHS)
     decoder = plain(target_of(model))

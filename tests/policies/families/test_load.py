@@ -128,7 +128,7 @@ def test_info_tells_what_was_loaded() -> None:
     assert info.versions["torch"] == torch.__version__
 
 
-def test_an_eagle_head_and_medusa_heads_are_told_apart_and_draft_together(tmp_path: Path) -> None:
+def test_eagle_and_medusa_heads_draft_together(tmp_path: Path) -> None:
     case = golden.cases_with_image()[0]
     eagle = golden.write_draft_head(tmp_path / "eagle")
     save_medusa(MedusaHeads(64, 3), tmp_path / "medusa")
@@ -146,7 +146,7 @@ def test_an_eagle_head_and_medusa_heads_are_told_apart_and_draft_together(tmp_pa
         )
 
 
-def test_an_index_made_with_these_weights_is_used_and_one_of_others_refused(
+def test_an_index_of_other_weights_is_refused(
     tmp_path: Path,
 ) -> None:
     fingerprint = load_policy(OPTIONS).model.network.fingerprint()

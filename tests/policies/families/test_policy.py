@@ -232,7 +232,7 @@ def test_answers_stay_inside_the_limits_the_policy_names() -> None:
     assert ((limits.low <= actions) & (actions <= limits.high)).all()
 
 
-def test_lack_of_memory_is_a_device_error_and_the_frame_can_be_tried_again() -> None:
+def test_lack_of_memory_is_a_device_error_and_may_be_retried() -> None:
     class Exhausted(VlaTarget):
         is_full = False
 

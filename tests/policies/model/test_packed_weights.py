@@ -46,7 +46,7 @@ def test_float16_is_used_where_it_holds_every_number() -> None:
     assert found.least_rows == 2
 
 
-def test_a_row_has_the_same_bits_among_others_where_weights_are_in_float16() -> None:
+def test_a_row_has_the_same_bits_among_others_in_float16() -> None:
     half = pack(linear_of().weight.bfloat16().float())
     assert half is not None
     inputs = torch.randn(130, 48)

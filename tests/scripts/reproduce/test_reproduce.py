@@ -311,7 +311,7 @@ def test_times_are_taken_apart_from_what_rows_answer_and_tables_say_how(folder, 
     assert cell_of("speedup", found["relaxed"]) == ("–", None)
 
 
-def test_frames_to_be_timed_are_stretches_of_five_episodes_from_start_to_end(data):
+def test_timed_frames_are_stretches_of_five_episodes(data):
     frames = FrameSet(data, 60)
     whole = dict(frames.episodes())
     parts = list(frames.for_times(25).episodes())
@@ -372,7 +372,7 @@ def test_what_rows_share_of_a_frame_changes_no_line(folder, data, tmp_path):
         assert np.array_equal(apart[0].actions, together[0].actions)
 
 
-def test_plots_are_whole_svg_with_named_axes_and_a_marked_line_per_measure(recorded):
+def test_plots_are_svg_with_named_axes_and_a_line_per_measure(recorded):
     (plot,) = (recorded / "plots").glob("*.svg")
     tree = ElementTree.fromstring(plot.read_text())
     texts = [one.text for one in tree.iter("{http://www.w3.org/2000/svg}text")]
@@ -495,7 +495,7 @@ def played_in(out: Path) -> RunResults:
 
 
 @pytest.mark.long(seconds=12)
-def test_episodes_are_played_against_an_address_that_other_machines_reach(tmp_path):
+def test_episodes_may_be_played_from_other_machines(tmp_path):
     flags = ("--environment", "point_world", "--step-limit", "2")
     episodes = Played(WORDS, tmp_path, "point_world", flags, host="127.0.0.2")
     episodes.play([Row("plain", played=True)], 1)

@@ -64,7 +64,7 @@ def test_rounds_differ_and_things_are_moved_in_three_of_four_episodes():
     assert [one.seed for one in beginnings] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-def test_in_some_episodes_things_change_places_or_another_one_is_asked_for():
+def test_in_some_episodes_the_task_changes():
     settings = replace(SETTINGS, episodes=400, rearranged=0.25)
     beginnings = [
         variation(settings, key, [GOAL], ["butter_1", "ketchup_1"])

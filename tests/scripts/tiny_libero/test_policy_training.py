@@ -156,7 +156,7 @@ def scores_of(
         return net.read(hidden).logits, batch
 
 
-def test_a_thinking_sample_is_ecots_prompt_its_text_the_action_and_the_end():
+def test_a_thinking_sample_is_prompt_text_action_and_end():
     samples = made_up_samples()
     batches = Batches(samples, TOKENIZER, CONFIG)
     batch = batches.take(np.array([3]), np.random.default_rng(0), thinks=True)
@@ -375,7 +375,7 @@ def augment_plainly(
     return ((shifted - centre) * contrast + centre).mul(gain).clamp(0, 255).round().byte()
 
 
-def test_a_run_whose_loss_is_not_finite_ends_with_an_error_and_what_was_saved(tmp_path):
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
     """Once it went on to its end, and ended with success."""
     samples = made_up_samples()
     PolicyTrainer(fit_config(4, 4), CONFIG, samples, TOKENIZER).run(tmp_path / "run")

@@ -39,7 +39,7 @@ def test_it_tells_nothing_of_what_is_switched_off_and_asks_for_the_key() -> None
     assert "Authorization: Bearer KEY" in shown
 
 
-def test_a_terminal_reads_it_and_at_the_end_how_to_replay_what_was_recorded(
+def test_a_terminal_is_greeted_and_told_how_to_replay(
     tmp_path: Path,
 ) -> None:
     ours, theirs = pty.openpty()

@@ -112,7 +112,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", ["plain", "encoded"])
-def test_a_list_of_actions_is_framed_to_the_byte_as_the_peers_server_does(name: str) -> None:
+def test_a_list_of_actions_is_framed_to_the_byte_as_by_the_peer(name: str) -> None:
     captured = (OFT / "wire" / f"{name}.response.bin").read_bytes()
     told = decode_json(captured)
     actions = read_answer(decode_json(told) if isinstance(told, str) else told)

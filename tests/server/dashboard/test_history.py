@@ -224,7 +224,7 @@ def thought(text: str, error: Exception | None = None) -> FinishedAction:
     return done if done.chunk is None else replace(done, chunk=replace(done.chunk, reasoning=text))
 
 
-def test_a_text_is_kept_beside_the_one_before_it_even_where_it_holds_no_action() -> None:
+def test_texts_are_kept_even_where_they_hold_no_action() -> None:
     history = History()
     history.note(thought("go ACTION: x"), 0.0)
     error = NoActionError("it did not end")

@@ -88,7 +88,7 @@ def colours_in(screenshot: bytes) -> int:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_live_view_shows_the_session_that_is_clicked_or_chosen_by_key(
+def test_the_live_view_shows_the_chosen_session(
     browser: "sync_api.Browser", address: str, width: int
 ) -> None:
     with opened(browser, f"http://{address}/dashboard", width) as page, robots(address):

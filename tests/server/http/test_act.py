@@ -277,7 +277,7 @@ def test_a_form_without_a_boundary_is_refused(client: TestClient):
     assert (response.status_code, response.json()["field"]) == (400, "content-type")
 
 
-def test_a_body_beyond_the_limit_is_refused_by_its_length_and_while_it_arrives(client: TestClient):
+def test_a_body_beyond_the_limit_is_refused_early(client: TestClient):
     limit = Settings().max_body_bytes
     body = bytes(limit + 10 * 1024 * 1024)
     announced = client.post("/v1/act", content=body, headers=MSGPACK)
@@ -431,7 +431,7 @@ def test_who_watches_sees_the_text_that_the_caller_did_not_ask_for():
     assert seen[1].error.reasoning == " why? <b>"
 
 
-def test_a_text_without_an_action_is_an_error_of_its_own_and_is_remembered():
+def test_a_text_without_an_action_is_an_error_and_is_remembered():
     policy = ThinkingPolicy()
     with client_of(create_app(policy)) as client:
         session = ActOptions(session_id="arm")

@@ -103,7 +103,7 @@ def test_a_policy_that_cannot_be_loaded_is_reported_by_readyz():
     assert given_up == [ServerPhase.BROKEN]
 
 
-def test_a_policy_that_always_fails_makes_the_server_unready_until_it_recovers():
+def test_a_policy_that_always_fails_makes_the_server_unready():
     policy = RaisingPolicy(error=fails_times(3, ValueError("broken")))
     settings = Settings(unready_after_failures=3)
     with client_of(create_app(policy, settings)) as client:
@@ -116,7 +116,7 @@ def test_a_policy_that_always_fails_makes_the_server_unready_until_it_recovers()
         assert client.get("/readyz").status_code == 200
 
 
-def test_a_run_of_unsafe_answers_makes_the_server_unready_until_one_is_safe():
+def test_unsafe_answers_make_the_server_unready_until_one_is_safe():
     """Once a policy whose every answer was NaN was ready for as long as it was served."""
     policy = LimitedFake()
     settings = Settings(unready_after_failures=3)

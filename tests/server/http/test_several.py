@@ -192,7 +192,7 @@ def test_actions_beyond_the_robots_rules_are_an_error_in_their_place():
     assert isinstance(answers["b"], UnusableValueError)
 
 
-def test_a_message_beyond_the_queue_tells_those_without_a_place_to_come_back():
+def test_frames_beyond_the_queue_are_told_to_come_back():
     settings = Settings(max_waiting=4, max_batch=2)
     with (
         running(create_app(FakePolicy(), settings)) as address,

@@ -113,7 +113,7 @@ def test_messages_are_the_same_wherever_the_bytes_are_cut():
         assert messages == [bytes([number]) * size for number, size in enumerate(sizes)]
 
 
-def test_thousands_of_messages_that_come_at_once_are_all_handed_on_in_order():
+def test_thousands_of_messages_at_once_are_handed_on_in_order():
     messages = asyncio.run(_received([1] * 5000 + [200_000] + [1] * 5000))
     assert [len(one) for one in messages] == [1] * 5000 + [200_000] + [1] * 5000
 
@@ -124,7 +124,7 @@ def test_a_frame_that_comes_byte_by_byte_is_the_same():
     assert messages == [bytes(300), b"\1\1"]
 
 
-def test_a_connection_lost_in_the_middle_of_a_message_holds_nothing_any_more():
+def test_a_connection_lost_within_a_message_holds_nothing():
     async def lose() -> tuple[int, int]:
         ended = asyncio.Event()
 

@@ -15,7 +15,7 @@ from tests.standins.policies import PATIENCE_S
 
 
 @on_a_loop
-async def test_beyond_so_many_calls_more_are_refused_even_where_callers_hung_up():
+async def test_calls_are_bounded_even_where_callers_hung_up():
     gate = threading.Event()
     threads = DecodeThreads(num_threads=1, max_pending=2)
     running = asyncio.ensure_future(threads.run(partial(gate.wait, PATIENCE_S)))

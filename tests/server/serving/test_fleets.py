@@ -23,7 +23,7 @@ def noisy(price: Price, noise: float) -> Price:
 
 @pytest.mark.parametrize("noise", [0.1, 0.5, 1.0])
 @pytest.mark.parametrize("price", [CPU, ONE_BY_ONE, GPU], ids=["cpu", "one by one", "gpu"])
-def test_twenty_robots_with_deadlines_get_what_one_at_a_time_gives_and_alike(
+def test_twenty_robots_with_deadlines_get_as_much_as_one_at_a_time(
     price: Price, noise: float
 ) -> None:
     """Once a batch grew until all in it were late, and the same robots were refused every time."""
@@ -49,7 +49,7 @@ def test_five_robots_on_a_busy_machine_are_all_answered(noise: float, seed: int)
     assert sum(answered) >= 4 * SECONDS
 
 
-def test_a_load_of_fourteen_times_what_can_be_answered_leaves_most_of_that() -> None:
+def test_fourteen_times_the_load_still_gets_most_answers() -> None:
     """Seven a second can be answered; once all joined again whenever estimates had grown old."""
     for seed in range(3):
         answered = Fleet(fleet(20, 0.25), Price(0.02, 0.006, 0.06), seed=seed).play(SECONDS)

@@ -23,7 +23,7 @@ def test_held_bytes_are_counted_even_when_they_are_too_many():
     assert not held.by_address
 
 
-def test_who_holds_less_than_its_share_is_not_refused_for_what_others_hold():
+def test_nobody_is_refused_for_bytes_that_others_hold():
     held = HeldBytes(most=10)
     held.hold(10, "192.0.2.1")
     held.hold(5, "192.0.2.2")

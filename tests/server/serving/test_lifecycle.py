@@ -21,7 +21,7 @@ def test_a_policy_that_lasted_is_replaced_at_once():
     assert reloads.pause_s(STEADY_S + 2.0) == 0.0
 
 
-def test_a_policy_that_lasted_and_cannot_be_loaded_again_is_tried_ever_later():
+def test_a_policy_that_cannot_be_reloaded_is_tried_ever_later():
     """Once it was tried without a pause, as though each try had lasted."""
     reloads = Reloads()
     reloads.loaded(0.0)

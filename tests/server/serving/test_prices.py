@@ -33,7 +33,7 @@ def test_one_slow_frame_does_not_change_what_is_expected() -> None:
     assert prices.expect("a", 0.0) == 0.02
 
 
-def test_a_frame_that_was_cut_counts_only_if_it_took_longer_than_was_known() -> None:
+def test_a_cut_frame_counts_only_if_it_took_longer_than_known() -> None:
     prices = Prices()
     prices.observe("a", 0.02, 0.0)
     prices.observe("a", 0.01, 0.0, is_whole=False)

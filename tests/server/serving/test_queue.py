@@ -102,7 +102,7 @@ def test_deadlines_are_met_beside_a_hundred_busy_sessions():
     assert fates == {"joined": 200, "answered": 200, "expired": 0, "others": 1400}
 
 
-def test_an_owner_that_asks_for_more_than_its_share_does_not_push_another_out():
+def test_an_owner_beyond_its_share_pushes_nobody_out():
     queue, answered = FrameQueue(max_batch=2), Counter[str]()
     number = itertools.count()
     for turn in range(200):

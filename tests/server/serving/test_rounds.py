@@ -103,7 +103,7 @@ def test_where_a_round_fails_each_is_answered_once_more_alone(error, failure):
     assert rounds.num_running == 0
 
 
-def test_one_that_fails_alone_is_not_tried_again_and_what_is_over_neither():
+def test_a_frame_that_fails_alone_is_not_tried_again():
     policy = SteppedFake(error=lambda names: ValueError("a bug"))
     rounds = Rounds(policy)
     alone = asked("2 alone")

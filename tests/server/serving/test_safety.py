@@ -37,7 +37,7 @@ def test_an_answer_of_another_shape_is_withheld(shape: tuple[int, int]):
         checked(np.zeros(shape))
 
 
-def test_an_answer_beyond_the_statistics_is_withheld_and_the_culprit_named():
+def test_an_answer_beyond_the_statistics_is_withheld_by_name():
     actions = np.zeros((3, 7))
     actions[2, 5] = 1.01
     with pytest.raises(UnsafeAnswerError, match=r"1\.01 in dimension 5"):

@@ -105,7 +105,7 @@ async def test_a_batch_is_never_larger_than_allowed():
 
 
 @on_a_loop
-async def test_a_newer_frame_supersedes_the_one_that_waits_but_not_the_one_in_flight():
+async def test_a_newer_frame_replaces_the_waiting_one_alone():
     policy = GatedPolicy()
     service = await started(policy)
     in_flight = send(service, "a")
@@ -162,7 +162,7 @@ async def test_a_frame_that_stays_is_refused_when_it_may_stay_no_longer():
 
 
 @on_a_loop
-async def test_a_deadline_that_passes_while_the_frame_waits_never_reaches_the_policy():
+async def test_a_frame_whose_deadline_passed_never_reaches_the_policy():
     policy = GatedPolicy()
     service = await started(policy)
     first = send(service, "a")

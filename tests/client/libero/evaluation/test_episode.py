@@ -29,7 +29,7 @@ def _first_numbers(actions: list[NDArray[np.float64]]) -> list[float]:
     return [float(action[0]) for action in actions]
 
 
-def test_ten_wait_steps_with_an_open_gripper_come_before_the_first_observation() -> None:
+def test_ten_wait_steps_come_before_the_first_observation() -> None:
     environment, policy = CountingEnvironment(), EchoPolicy()
     _play(environment, policy)
     assert environment.trials == [41]

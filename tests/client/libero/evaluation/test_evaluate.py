@@ -294,7 +294,7 @@ def test_a_wrong_suite_name_is_answered_with_the_right_ones(
         (["--statistics-key", "x"], "point_world"),
     ],
 )
-def test_what_the_server_does_not_have_is_noticed_before_the_first_episode(
+def test_what_the_server_lacks_is_noticed_before_any_episode(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
 ) -> None:
     with tiny_server() as server:
@@ -338,7 +338,7 @@ def test_a_disk_that_fills_up_ends_the_evaluation_and_room_lets_it_go_on(tmp_pat
     assert len(_run(tmp_path, "solve").records) == 6
 
 
-def test_a_simulator_that_does_not_open_stops_the_evaluation_with_its_reason(
+def test_a_simulator_that_does_not_open_ends_the_evaluation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [

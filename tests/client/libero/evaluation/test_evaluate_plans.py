@@ -54,7 +54,7 @@ def test_a_run_for_every_decoding_method_and_pacing() -> None:
     assert runs[0].folder == Path("results/point_world-deft")
 
 
-def test_the_servers_own_decoding_names_the_run_and_belongs_to_its_identity() -> None:
+def test_the_servers_own_decoding_names_the_run() -> None:
     (run,) = _plan("point_world")
     assert run.name == "point_world lossless"
     assert run.server["decoding"] == "lossless"

@@ -41,7 +41,7 @@ def test_the_line_shows_how_far_how_good_how_fast_and_how_long_still() -> None:
     assert figures == "67% success (95%: 21-94), 1 errored, 15.6 ms/action"
 
 
-def test_episodes_of_an_earlier_sitting_count_but_not_for_the_remaining_time() -> None:
+def test_earlier_episodes_do_not_count_for_the_time_left() -> None:
     stream = io.StringIO()
     progress = _progress(stream)
     progress.resume([record(0, trial) for trial in range(8)])

@@ -35,14 +35,14 @@ def test_at_200_ms_a_hundred_pairs_come_out_as_documented_and_hold() -> None:
     assert not all(line.holds for line in lines if line.seam == Seam.SWITCH.value)
 
 
-def test_recorded_chunks_meet_without_a_larger_step_than_they_have_inside() -> None:
+def test_recorded_chunks_meet_without_a_larger_step() -> None:
     chunks = load_chunks(CHUNKS)
     for delay in (1, 4):
         sizes = replay(chunks, Seam.WAIT, delay)
         assert 0 < sizes.commanded <= 1.5 * sizes.inside
 
 
-def test_a_line_holds_up_to_a_tenth_of_the_pairs_and_one_and_a_half_steps() -> None:
+def test_a_line_through_pairs_bears_some_outliers() -> None:
     good = SeamRow("wait", 200.0, 100, 90, 10, 0, 1.0, 30.0, 0, 1.5, 1.0)
     assert good.holds
     assert not SeamRow(**{**asdict(good), "losses": 11}).holds

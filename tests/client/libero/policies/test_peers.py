@@ -60,7 +60,7 @@ def _array(value: object) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
     return np.frombuffer(raw, dtype=value["dtype"]).reshape(value["shape"])
 
 
-def test_openvla_gets_image_instruction_and_statistics_key_and_nothing_else() -> None:
+def test_openvla_gets_image_instruction_and_statistics_key() -> None:
     bodies: list[dict[str, object]] = []
     policy = OpenVlaPolicy(
         "http://peer",
@@ -215,7 +215,7 @@ def test_openpi_gets_its_own_names_and_answers_with_a_chunk() -> None:
     assert chunk.timings.total_ms == 31.5
 
 
-def test_openpi_tells_what_went_wrong_and_the_next_observation_calls_again() -> None:
+def test_openpi_says_what_went_wrong_and_is_called_again() -> None:
     answers: list[bytes | str] = [
         "Traceback: no such camera",
         bytes(msgpack.packb({"actions": _openpi_array(ACTION[None])})),

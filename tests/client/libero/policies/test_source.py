@@ -51,7 +51,7 @@ def test_only_a_server_that_is_busy_is_asked_again(
     assert next_pause_s(failure, 1, Retries()) is not None
 
 
-def test_no_two_tries_share_a_session_even_if_their_folders_have_one_name(tmp_path: Path) -> None:
+def test_no_two_tries_share_a_session(tmp_path: Path) -> None:
     """Two evaluations of a suite against one server used to send the frames of one session."""
     with tiny_server() as server:
         for parent in ("first", "second"):

@@ -66,7 +66,7 @@ def test_one_unit_is_50_mm_or_half_a_radian():
     assert degrees_apart(first, second) == pytest.approx([0.0, np.degrees(0.5)])
 
 
-def test_the_paired_interval_is_that_of_the_formula_and_narrows_with_episodes():
+def test_the_paired_interval_is_that_of_the_formula():
     """Bonett and Price, by hand: 3 and 1 of 20 pairs."""
     found = paired_interval(3, 1, 20)
     first, second = 4 / 22, 2 / 22
@@ -87,7 +87,7 @@ def test_the_number_of_episodes_that_decide_is_the_least_that_does():
     assert pairs_to_decide(0, 0, 500, margin=0.05) == 500
 
 
-def test_bootstrapped_intervals_hold_the_mean_and_are_the_same_every_time():
+def test_bootstrapped_intervals_hold_the_mean_every_time():
     counted = np.stack([np.arange(40.0), np.ones(40)], axis=1)
     found = [bootstrap_interval(counted, lambda sums: sums[:, 0] / sums[:, 1]) for _ in range(2)]
     assert found[0] == found[1]

@@ -91,7 +91,7 @@ def test_text_and_action_are_told_apart(tmp_path: Path) -> None:
     assert "passes for the text" in (tmp_path / "page.html").read_text()
 
 
-def test_every_pass_that_had_guesses_counts_also_behind_the_end_of_an_action(
+def test_passes_behind_the_end_of_an_action_count(
     tmp_path: Path,
 ) -> None:
     """As the published loop plays: no guesses in the prefill, then 5 of 49, then none of 49."""
@@ -105,7 +105,7 @@ def test_every_pass_that_had_guesses_counts_also_behind_the_end_of_an_action(
     assert speculation.committed_by_start == {1: (6.0, 1)}
 
 
-def test_latency_comes_from_every_answer_of_the_episodes_that_were_judged(run: RunResults) -> None:
+def test_latency_is_of_the_episodes_that_were_judged(run: RunResults) -> None:
     stages = summarise(run).stages
     assert list(stages) == ["prefill_ms", "total_ms", "round_trip_ms"]
     assert stages["prefill_ms"].count == 8
@@ -255,7 +255,7 @@ def _timed(folder: Path, name: str, mean_ms: list[float], shift_s: float = 0.5) 
     return _write(folder / name, *records, head=_named(name, decoding=name))
 
 
-def test_a_speed_up_is_a_ratio_of_sums_over_shared_episodes_with_its_interval(
+def test_a_speed_up_is_a_ratio_of_sums_with_an_interval(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Five episodes of 2 to 6 answers; the sixth was never played by the faster run."""
@@ -321,7 +321,7 @@ def test_a_run_of_other_starts_says_so(tmp_path: Path) -> None:
     assert said in (tmp_path / "out" / "report.md").read_text()
 
 
-def test_no_speed_up_is_told_between_a_robot_that_waits_and_one_that_does_not(
+def test_waiting_and_moving_robots_are_not_compared(
     tmp_path: Path,
 ) -> None:
     plain = _write(tmp_path / "a", record(), head=_named("a", decoding="autoregressive"))

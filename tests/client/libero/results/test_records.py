@@ -261,7 +261,7 @@ def test_an_older_packed_copy_is_refused(
     assert len(load_run(tmp_path).records) == 2
 
 
-def test_packed_runs_are_read_as_their_folders_are_and_go_on_once_unpacked(tmp_path: Path) -> None:
+def test_packed_runs_are_read_as_their_folders_are(tmp_path: Path) -> None:
     for name in ("a", "b"):
         store = ResultsStore(tmp_path / "runs" / name, header(name))
         store.append(record(trial=1))

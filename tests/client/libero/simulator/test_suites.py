@@ -13,7 +13,7 @@ from deft_client.libero.simulator.init_states import load_initial_states
 from deft_client.libero.simulator.suites import PRO_SUITES, SUITE_NAMES, find_suite, find_task
 
 
-def test_suites_have_the_step_limits_and_sizes_of_the_published_evaluations():
+def test_suites_have_the_published_sizes_and_step_limits():
     limits = {name: find_suite(name).step_limit for name in SUITE_NAMES}
     assert limits == {
         "libero_spatial": 220,

@@ -344,7 +344,7 @@ def test_only_lvspec_asks_for_the_patches() -> None:
     assert wrapped.needs_patches
 
 
-def test_what_earlier_passes_spent_counts_against_the_budget_of_an_action() -> None:
+def test_earlier_passes_count_against_an_actions_budget() -> None:
     rule = WithinBudget(each=9, total=9)
     num_fewer = 0
     for seed in range(30):

@@ -218,7 +218,7 @@ def test_a_saved_head_is_read_back_the_same(
         assert torch.equal(exact, found), name
 
 
-def test_published_files_may_repeat_the_embedding_and_hold_rotary_frequencies(
+def test_published_files_may_hold_embedding_and_frequencies(
     tmp_path: Path,
 ) -> None:
     head = random_head()

@@ -81,7 +81,7 @@ def test_extrapolation_continues_the_line_inside_the_vocabulary() -> None:
     assert Extrapolation.least_steps == 2
 
 
-def test_ngram_lookup_repeats_what_followed_the_same_tokens_at_the_same_phase() -> None:
+def test_ngrams_repeat_what_followed_at_the_same_phase() -> None:
     memory = memory_of((1, 2, 3, 4, 0), (5, 2, 6, 7, 0), (1, 2, 8, 9, 0))
     lookup = NgramLookup()
     # After (1, 2) the newest action that began so went on with 8, 9.
