@@ -103,7 +103,7 @@ def test_where_a_round_fails_each_is_answered_once_more_alone(error, failure):
     assert rounds.num_running == 0
 
 
-def test_a_frame_that_fails_alone_is_not_tried_again():
+def test_frames_that_failed_or_ended_are_not_decoded_again():
     policy = SteppedFake(error=lambda names: ValueError("a bug"))
     rounds = Rounds(policy)
     alone = asked("2 alone")
