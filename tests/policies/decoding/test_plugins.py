@@ -133,9 +133,7 @@ def test_the_page_names_what_rules_and_sources_are_given() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_probability_rule_judges_nodes_at_their_parents(
-    installed: Path, seed: int
-) -> None:
+def test_a_probability_rule_judges_nodes_at_their_parents(installed: Path, seed: int) -> None:
     """Against plain Python, one node at a time."""
     rule, scored = find_method("likely:share=0.4").rule, random_scored(seed)
     accepted = rule.accepts(scored)
