@@ -46,8 +46,9 @@ class Script:
     """How often drafts are right: every token of chains in the prefill, or token by token."""
 
     name: str
-    right: float = 1.0  # of each token of each chain
+    right: float | tuple[float, ...] = 1.0  # of each token of each chain
     num_chains: int = 0  # riding in the prefill
+    goes_on: bool = True  # whether chains also draft behind the prefill
     chances: tuple[float, ...] = ()  # of tokens 2 to 7 on the head's path; empty: no head
     loop: Loop = Loop.LEAN
     chain: int | None = None  # levels of a head that grows one branch; None: a whole tree
@@ -64,11 +65,20 @@ class Script:
         chances, _ = fit_acceptance(shares, Loop.PUBLISHED)
         return Script(name, chances=chances, loop=Loop.PUBLISHED)
 
+    @staticmethod
+    def like(name: str, method: Method, chances: Sequence[float]) -> "Script":
+        """Drafts as a method's first plan makes them; `chances` are of tokens 1 to 7."""
+        plan = method.plans[0]
+        if kinds.HEAD in plan.rounds:
+            return Script(name, chances=tuple(chances[1:]), loop=method.loop)
+        return Script(name, tuple(chances), num_chains=1, goes_on=bool(plan.rounds))
+
     @property
     def method(self) -> Method:
         """Exact match by the one plan of this script."""
         riders = (kinds.RETRIEVAL,) if self.num_chains else ()
-        rounds = (kinds.HEAD,) if self.chances else (kinds.RETRIEVAL,)
+        behind = (kinds.RETRIEVAL,) if self.goes_on else ()
+        rounds = (kinds.HEAD,) if self.chances else behind
         shape = TreeShape(_HEAD_LEVELS, 8, 49, is_full_depth=self.loop is Loop.PUBLISHED)
         if self.chain is not None:
             shape = TreeShape.chain(self.chain)
@@ -195,7 +205,7 @@ class ScriptedModels(DraftModels):
         answers, script, head = self.answers, self.answers.script, self.head
 
         def chains(method: Method) -> DraftSource:
-            chances = torch.full((max(1, script.num_chains), _ACTION_LENGTH), script.right)
+            chances = torch.tensor(script.right).expand(max(1, script.num_chains), _ACTION_LENGTH)
             coins = Dice.coins(chances, answers.tokens.device)
             return ScriptedChains(answers, coins, target.action_tokens)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from deft_client.types import ActionChunk, ActOptions, DecodeTrace, Observation, ServerInfo
 from deft_policies.base import ActAnswer, ActRequest
+from deft_policies.decoding.batch import AnswerSpec
 from deft_policies.decoding.clock import Stage, StageClock
 from deft_policies.errors import NoActionError, RequestError
 from deft_policies.families.policy import VlaPolicy
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
 _PREFIX = "language_model."
+_LOOKUP_TOKENS = 10
+_ASSISTANT_LAYERS = 2
 
 
 class BaselineLoop(Enum):
@@ -38,6 +41,8 @@ class BaselineLoop(Enum):
     GENERATE = "transformers"  # what OpenVLA's own code calls
     STATIC = "transformers-static"  # the same with a static cache, which it compiles on a GPU
     FORWARD = "transformers-forward"  # the leanest loop over their model and cache
+    LOOKUP = "transformers-lookup"  # drafting what stood in prompt and text before
+    ASSISTED = "transformers-assisted"  # drafting with the model's own first layers
 
 
 class QwenLoop(Enum):
@@ -58,6 +63,17 @@ class TransformersPolicy:
         self._model = policy.token_model
         self._loop, self.name = loop, loop.value
         self._llama = build_llama(self._model.network)
+        self._embedding = PromptEmbedding(self._model.network.decoder.embedding.weight)
+        self._extra: dict[str, Any] = {}
+        if loop is BaselineLoop.STATIC:
+            self._extra["cache_implementation"] = "static"
+        elif loop is BaselineLoop.LOOKUP:
+            self._extra["prompt_lookup_num_tokens"] = _LOOKUP_TOKENS
+        elif loop is BaselineLoop.ASSISTED:
+            assistant = build_llama(self._model.network, _ASSISTANT_LAYERS)
+            assistant.set_input_embeddings(self._embedding)
+            self._extra["assistant_model"] = assistant
+        self._llama.set_input_embeddings(self._embedding)
 
     @property
     def info(self) -> ServerInfo:
@@ -79,7 +95,7 @@ class TransformersPolicy:
         request, model, error = batch[0], self._model, None
         clock = StageClock(model.device)
         key = self._ours.find_key(request.options.statistics_key)
-        tokens = self._write(request.observation, model.forms[key].max_tokens, clock)
+        tokens = self._write(request.observation, model.forms[key], clock)
         clock.skip()
         try:
             actions = self._read(key, tokens)
@@ -90,16 +106,20 @@ class TransformersPolicy:
         chunk = ActionChunk(actions, clock.timings(), trace)
         return [ActAnswer(chunk, request.memory, error)]
 
-    def _write(self, observation: Observation, num_tokens: int, clock: StageClock) -> list[int]:
+    def _write(self, observation: Observation, form: AnswerSpec, clock: StageClock) -> list[int]:
         """The tokens of an answer."""
-        prompts = self._model.see([observation], clock)
-        decode = self._forward if self._loop is BaselineLoop.FORWARD else self._generate
-        return decode(prompts.embeds, num_tokens, clock)
+        prompts, model = self._model.see([observation], clock), self._model
+        if self._loop is BaselineLoop.FORWARD:
+            return self._forward(prompts.embeds, form, clock)
+        words = model.encode(observation.instruction)
+        self._embedding.patches = prompts.embeds[0, prompts.patches]
+        ids = [*words[: prompts.patches.start], *self._embedding.patch_ids]
+        return self._generate([*ids, *words[prompts.patches.start :]], form, clock)
 
     def _read(self, key: str, tokens: list[int]) -> NDArray[np.float64]:
         return self._model.decode(key, np.array(tokens))
 
-    def _generate(self, embeds: Tensor, num_tokens: int, clock: StageClock) -> list[int]:
+    def _generate(self, ids: list[int], form: AnswerSpec, clock: StageClock) -> list[int]:
         stage = Stage.PREFILL
 
         def after_each_pass(_: Tensor, scores: Tensor) -> Tensor:
@@ -108,27 +128,29 @@ class TransformersPolicy:
             stage = Stage.VERIFY
             return scores
 
-        # Their annotations know neither their own mixin nor plain functions.
-        found = self._llama.generate(  # type: ignore[misc]
-            inputs_embeds=embeds,
-            attention_mask=torch.ones(embeds.shape[:2], dtype=torch.int64, device=embeds.device),
-            max_new_tokens=num_tokens,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            logits_processor=[after_each_pass],  # type: ignore[arg-type]
-            cache_implementation="static" if self._loop is BaselineLoop.STATIC else None,
-        )
-        tokens: list[int] = found[0].tolist()
+        prompt = torch.tensor([ids], device=self._model.device)
+        with _quiet():  # it says at every assisted answer which flags are old
+            # Their annotations know neither their own mixin nor plain functions.
+            found = self._llama.generate(  # type: ignore[misc]
+                input_ids=prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=form.max_tokens,
+                do_sample=False,
+                eos_token_id=form.stop,
+                pad_token_id=0,
+                logits_processor=[after_each_pass],  # type: ignore[arg-type]
+                **self._extra,
+            )
+        tokens: list[int] = found[0, len(ids) :].tolist()
         clock.lap(Stage.VERIFY)
         return tokens
 
-    def _forward(self, embeds: Tensor, num_tokens: int, clock: StageClock) -> list[int]:
+    def _forward(self, embeds: Tensor, form: AnswerSpec, clock: StageClock) -> list[int]:
         output = self._llama(inputs_embeds=embeds, use_cache=True, logits_to_keep=1)
         token = output.logits[:, -1].argmax(dim=-1)
         clock.lap(Stage.PREFILL)
         found = [token]
-        while len(found) < num_tokens:
+        while len(found) < form.max_tokens and int(found[-1]) != form.stop:
             output = self._llama(
                 input_ids=token[:, None], past_key_values=output.past_key_values, use_cache=True
             )
@@ -152,7 +174,7 @@ class QwenPolicy(TransformersPolicy):
         self._is_allowed = torch.zeros(config.num_words, dtype=torch.bool, device=model.device)
         self._is_allowed[list(config.ids)] = True
 
-    def _write(self, observation: Observation, num_tokens: int, clock: StageClock) -> list[int]:
+    def _write(self, observation: Observation, form: AnswerSpec, clock: StageClock) -> list[int]:
         model, qwen = self._vla0, self._qwen
         pictures = make_pictures(find_pictures(observation, model.num_pictures), model.run)
         ids = torch.tensor([model.encode(observation.instruction)], device=model.device)
@@ -166,9 +188,9 @@ class QwenPolicy(TransformersPolicy):
             image_grid_thw=torch.tensor(
                 [[1, one.shape[0] // PATCH, one.shape[1] // PATCH] for one in pictures]
             ),
-            max_new_tokens=num_tokens,
+            max_new_tokens=form.max_tokens,
             do_sample=False,
-            prompt_lookup_num_tokens=10 if self._way is QwenLoop.LOOKUP else None,
+            prompt_lookup_num_tokens=_LOOKUP_TOKENS if self._way is QwenLoop.LOOKUP else None,
             logits_processor=processors,
         )
         tokens: list[int] = found[0, ids.shape[1] :].tolist()
@@ -205,8 +227,34 @@ def build_qwen(model: Vla0) -> Any:
     return qwen.to(model.device).eval()
 
 
-def build_llama(model: OpenVLAModel) -> "LlamaForCausalLM":
-    """Build transformers' Llama of the same sizes with the same weights.
+class PromptEmbedding(torch.nn.Module):
+    """Embeds words, and pictures' patches by ids behind those of the words.
+
+    So a prompt is a row of ids, which is what transformers drafts from.
+    """
+
+    patches: Tensor  # [patch, width], of the present frame
+
+    def __init__(self, words: Tensor) -> None:
+        super().__init__()
+        self.weight = words  # [word, width]
+
+    @property
+    def patch_ids(self) -> range:
+        """What the patches are called in a prompt."""
+        return range(len(self.weight), len(self.weight) + len(self.patches))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Embeddings, [..., width]."""
+        is_patch = ids >= len(self.weight)
+        found = torch.nn.functional.embedding(ids.clamp(max=len(self.weight) - 1), self.weight)
+        if is_patch.any():
+            found[is_patch] = self.patches[ids[is_patch] - len(self.weight)]
+        return found
+
+
+def build_llama(model: OpenVLAModel, num_layers: int | None = None) -> "LlamaForCausalLM":
+    """Build transformers' Llama of the same sizes with the same weights, or of its first layers.
 
     On a GPU the two share their memory; on a CPU, where ours lie column by column, theirs are
     copied to lie as transformers lays them.
@@ -221,7 +269,7 @@ def build_llama(model: OpenVLAModel) -> "LlamaForCausalLM":
             "vocab_size": sizes.vocabulary,
             "hidden_size": sizes.width,
             "intermediate_size": sizes.mlp_width,
-            "num_hidden_layers": sizes.num_layers,
+            "num_hidden_layers": num_layers or sizes.num_layers,
             "num_attention_heads": sizes.num_heads,
             "num_key_value_heads": sizes.num_kv_heads,
             "head_dim": sizes.head_dim,
@@ -244,7 +292,7 @@ def build_llama(model: OpenVLAModel) -> "LlamaForCausalLM":
         for name, tensor in model.named_tensors().items()
         if name.startswith(_PREFIX)
     }
-    llama.load_state_dict(weights, assign=True)
+    llama.load_state_dict({name: weights[name] for name in llama.state_dict()}, assign=True)
     llama.train(False)
     return llama
 

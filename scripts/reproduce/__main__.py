@@ -143,8 +143,9 @@ def _reproduce(given: argparse.Namespace, words: PolicyWords) -> int:
     replays = Replays(words, out)
     num_timed = given.time or (_QUICK_TIMES if given.quick else 0)
     try:
-        replays.record(rows, frames)
-        record_choices(words.load(), frames, out)
+        if studies[0].num_frames:
+            replays.record(rows, frames)
+            record_choices(words.load(), frames, out)
         if num_timed:
             replays.time(rows, frames.for_times(num_timed))
         if not given.no_episodes:
@@ -175,8 +176,8 @@ def _rows(given: argparse.Namespace, studies: Sequence[Study]) -> list[Row]:
 def _load(names: Sequence[str], out: Path) -> list[Study]:
     """The studies asked for; their files go with the results, which mean what they say."""
     known = study_names()
-    if ALL in names:
-        names = known
+    if ALL in names:  # those that answer frames
+        names = [name for name in known if load_study(FOLDER / f"{name}{SUFFIX}").num_frames]
     unknown = set(names) - set(known)
     if unknown:
         raise ReproductionError(f"unknown study {min(unknown)!r}; known: {', '.join(known)}, {ALL}")
@@ -197,7 +198,8 @@ def _evaluation_flags(given: argparse.Namespace) -> tuple[str, ...]:
 
 def _frames(given: argparse.Namespace, study: Study, episodes: Played) -> FrameSet:
     """Those given, or those that plain decoding sees when it plays."""
-    limit: int = given.frames or (_QUICK_FRAMES if given.quick else study.num_frames)
+    usual = _QUICK_FRAMES if given.quick else study.num_frames
+    limit: int = given.frames or usual or given.time
     if given.recording is not None:
         return FrameSet(given.recording, limit, read_cameras(given))
     return FrameSet(episodes.record_frames(math.ceil(limit / _STEPS_PER_EPISODE)), limit)

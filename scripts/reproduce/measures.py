@@ -283,6 +283,21 @@ def _stage(results: RowResults, name: str) -> Cell:
     return _number(found.stages[name].p50 if found and name in found.stages else None, ".1f")
 
 
+def _mean_ms(field: str) -> Callable[[RowResults, str], Cell]:
+    def cell(results: RowResults, _: str) -> Cell:
+        spent = [getattr(one.timings, field) for one in answers_of(results.timed)]
+        return _number(sum(spent) / len(spent) if spent else None, ".1f")
+
+    return cell
+
+
+def _pass_ms(results: RowResults, _: str) -> Cell:
+    answers = answers_of(results.timed)
+    passes = sum(len(one.accepted) - 1 for one in answers)
+    spent = sum(one.timings.verify_ms for one in answers)
+    return _number(spent / passes if passes else None, ".1f")
+
+
 def _committed(results: RowResults, _: str) -> Cell:
     return _number(results.drafted.committed_length if results.drafted else None)
 
@@ -383,6 +398,19 @@ MEASURES: Mapping[str, Measure] = MappingProxyType(
             "making guesses" + _A_MEDIAN,
             lambda one, _: _stage(one, "draft_ms"),
             is_time=True,
+        ),
+        "mean-ms": Measure("ms, mean", "a whole answer", _mean_ms("round_trip_ms"), is_time=True),
+        "mean-vision": Measure(
+            "vision ms", "towers and projector", _mean_ms("vision_ms"), is_time=True
+        ),
+        "mean-prefill": Measure(
+            "prefill ms", "with the drafts in it", _mean_ms("prefill_ms"), is_time=True
+        ),
+        "mean-draft": Measure(
+            "drafting ms, mean", "making guesses", _mean_ms("draft_ms"), is_time=True
+        ),
+        "pass-ms": Measure(
+            "ms a later pass", "the model over the guesses of one pass", _pass_ms, is_time=True
         ),
         "speedup": Measure(
             "times as fast here",

@@ -126,7 +126,7 @@ class ResultsFolder:
         key = row, plain.row if plain else None
         if key not in self._known:  # many tables have the same rows
             base = plain or RowResults(row)
-            is_base = not row.flags and row.batch == 1 and row.acceptance is None
+            is_base = not row.flags and row.batch == 1 and row.is_method
             self._known[key] = RowResults(
                 row,
                 _whole(self._runs[record.FRAMES].get(row.slug), base.replayed),

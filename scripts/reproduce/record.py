@@ -36,8 +36,10 @@ from deft_policies.decoding.plan import PLAIN
 from deft_policies.errors import RequestError
 from deft_policies.families.family import TokenModel
 from deft_policies.families.policy import VlaPolicy
+from scripts.reproduce.acceptance import measured_chances
 from scripts.reproduce.study import ReproductionError, Row
 from scripts.scripted_drafts import Script, ScriptedPolicy, find_answers
+from scripts.transformers_baseline import BaselineLoop, TransformersPolicy
 
 FRAMES, TIMED = "frames", "timed"
 _UNPRICED = {kinds.MEDUSA, kinds.SMALL_MODEL}  # what they cost at full size is not known
@@ -190,11 +192,14 @@ class Replays:
         thinks = not policy.info.thinks_when_asked  # unless it always does, it acts at once
         contender = Contender(row.slug, policy, row.method, None, row.batch, thinks)
         try:
-            if row.acceptance is not None:
+            if row.is_scripted:
                 self._known.update(find_answers(policy, [ReplayFrame(first, "")]))
-                script = Script.of_head(row.slug, row.acceptance, chain=row.levels)
+                script = _script(row)
                 scripted = ScriptedPolicy(policy, script, self._known)
                 contender = Contender(row.slug, scripted, want_reasoning=thinks)
+            if row.loop:
+                theirs = TransformersPolicy(policy, BaselineLoop(row.loop))
+                contender = Contender(row.slug, theirs, want_reasoning=thinks)
             options = contender.options(ReplayFrame(first, ""))
             contender.policy.check(first, options)
         except RequestError as error:
@@ -203,6 +208,22 @@ class Replays:
         chunk = contender.policy.act([ActRequest(first, options=options)])[0].chunk
         header = _header(row, frames.label, self.told, chunk)
         return _Opened(contender, ResultsStore(self.out / folder / row.slug, header))
+
+
+def _script(row: Row) -> Script:
+    """How often the drafts of a row are right."""
+    if row.acceptance is not None:
+        return Script.of_head(row.slug, row.acceptance, chain=row.levels)
+    return Script.like(row.slug, find_method(row.like), measured_chances(row.like))
+
+
+def _describe_script(row: Row) -> str:
+    if row.acceptance is not None:
+        return f"{row.acceptance:g}, {row.levels}"
+    if not row.like:
+        return ""
+    chances = ", ".join(f"{one:.2f}" for one in measured_chances(row.like))
+    return f"as {row.like}: {chances}"
 
 
 def _record(key: TrialKey, instruction: str, run: Replay, is_timed: bool) -> EpisodeRecord:
@@ -236,7 +257,7 @@ def _header(row: Row, label: str, told: Mapping[str, str], chunk: ActionChunk) -
             "decoding": row.method,
             "flags": " ".join(row.flags),
             "batch": str(row.batch),
-            "scripted": "" if row.acceptance is None else f"{row.acceptance:g}, {row.levels}",
+            "scripted": _describe_script(row),
             "head_levels": _head_levels(row, chunk),
             "pacing": "replay",
         },
@@ -250,7 +271,7 @@ def _head_levels(row: Row, chunk: ActionChunk) -> str:
 
     Empty where something else drafts at a cost.
     """
-    if row.acceptance is not None:
+    if row.is_scripted:
         return str(row.levels)
     assert chunk.trace is not None
     plans = {plan.name: plan for plan in find_method(row.method).plans}

@@ -35,6 +35,8 @@ class Row:
 
     With `values` it stands for a row each, with the value in the place of {} in name and method.
     With `acceptance`, drafts are scripted: each stands with this chance, in chains of `levels`.
+    With `like` they are scripted to stand as often as that method's did in the committed lines.
+    With `loop` transformers decodes, by that loop of `BaselineLoop`.
     """
 
     __pydantic_config__ = _STRICT
@@ -44,9 +46,21 @@ class Row:
     batch: int = 1
     acceptance: float | None = None
     levels: int = 5
+    like: str = ""
+    loop: str = ""
     played: bool | tuple[float, ...] = False  # in closed loop as well; of which values
     x: float | None = None  # its place on the plot's axis
     values: tuple[float, ...] = ()
+
+    @property
+    def is_scripted(self) -> bool:
+        """Whether its drafts know the answer and err to order."""
+        return self.acceptance is not None or bool(self.like)
+
+    @property
+    def is_method(self) -> bool:
+        """Whether its method answers, as a server would."""
+        return not self.is_scripted and not self.loop
 
     @property
     def slug(self) -> str:
@@ -55,6 +69,10 @@ class Row:
         parts += [f"batch{self.batch}"] if self.batch > 1 else []
         if self.acceptance is not None:
             parts = [f"scripted-{self.acceptance:g}-levels{self.levels}"]
+        if self.like:
+            parts = ["scripted", self.like]
+        if self.loop:
+            parts = [self.loop]
         return re.sub(r"[^A-Za-z0-9._+=-]+", "-", " ".join(parts))
 
     def written_out(self) -> Iterator["Row"]:
@@ -104,7 +122,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Study:
-    """The tables of one paper, and how many recorded frames their rows answer."""
+    """The tables of one paper, and how many recorded frames their rows answer.
+
+    None, where only times are taken.
+    """
 
     __pydantic_config__ = _STRICT
     title: str

@@ -14,13 +14,15 @@ import pytest
 
 from deft_client.libero.results.records import Outcome
 from deft_client.libero.results.store import ResultsStore, RunResults, load_run, load_runs
+from deft_client.measures.answers import AnswerRecord
 from deft_client.peers.conventions import to_robosuite
-from deft_client.types import ActOptions
+from deft_client.types import ActOptions, StageTimings
 from deft_policies.base import ActRequest
 from deft_policies.decoding.methods import find_method
 from deft_policies.memory import SessionMemory
 from scripts.predict_gpu import HeadWork, action_ms
 from scripts.reproduce.__main__ import main
+from scripts.reproduce.acceptance import chances
 from scripts.reproduce.choices import FILE as CHOICES
 from scripts.reproduce.choices import record_choices
 from scripts.reproduce.measures import RowResults, answers_of, cell_of, find_measure
@@ -545,3 +547,19 @@ RESULTS = ROOT / "docs" / "results"
 )
 def test_every_number_of_a_committed_page_comes_from_its_lines(page):
     assert check(page) == []
+
+
+def test_chances_are_counted_token_by_token():
+    answers = [
+        AnswerRecord(0, 0, StageTimings(), accepted=(2, 0, 1), guesses=(6, 3, 2)),
+        AnswerRecord(1, 1, StageTimings(), accepted=(0, 5), guesses=(6, 5)),
+    ]
+    # Tokens 1, 2 stood and 3 fell; 4 fell; 5 stood and 6 fell. Then 1 fell, and 2 to 6 stood.
+    assert chances(answers, 7, 7) == (1 / 2, 1.0, 1 / 2, 1 / 2, 1.0, 1 / 2, 0.0)
+
+
+def test_a_loop_of_transformers_answers_as_plain_decoding(tmp_path, data):
+    rows = [Row("plain"), Row("theirs", loop="transformers-lookup")]
+    Replays(WORDS, tmp_path).record(rows, FrameSet(data, 2))
+    ours, theirs = (load_run(tmp_path / "frames" / row.slug).records[0] for row in rows)
+    assert np.array_equal(ours.actions, theirs.actions)
