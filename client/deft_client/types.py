@@ -267,6 +267,8 @@ class ServerInfo:
     decoding_methods: tuple[str, ...]
     instructions: tuple[str, ...] = ()  # those it was trained on; empty where nobody noted them
     assets: str = ""  # LIBERO's it was trained on, as results name them; empty: nobody noted
+    # Initial states that are played once, at the end, by suite: {"libero_object": "30-39"}.
+    held_out: Mapping[str, str] = field(default_factory=dict)
     num_pictures: int = 1  # the frame, and cameras whose names contain "wrist"
     state_dim: int | None = None  # numbers of the robot's state it reads; None: it reads none
     max_tokens: int | None = None  # of an answer with reasoning; None: it writes none

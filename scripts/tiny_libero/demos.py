@@ -16,7 +16,7 @@ from deft_client.libero.evaluation.selection import parse_numbers
 from deft_client.libero.simulator.environment import EnvironmentSettings
 from deft_client.libero.simulator.suites import NUM_TRIALS, SUITE_NAMES, find_suite
 from scripts.tiny_libero.expert.motion import NoiseSettings
-from scripts.tiny_libero.play import DemosSettings
+from scripts.tiny_libero.play import HELD_OUT, DemosSettings
 from scripts.tiny_libero.pool import DemosJob, record_visibly
 
 
@@ -123,13 +123,19 @@ def read_recording_flags(options: argparse.Namespace) -> DemosJob:
     for name in ("episodes", "workers", "size"):
         if getattr(options, name) < 1:
             raise SelectionError(f"--{name} must be at least 1, got {getattr(options, name)}")
+    trials = parse_numbers(options.trials, NUM_TRIALS, "--trials")
+    if held := set(trials) & set(parse_numbers(HELD_OUT, NUM_TRIALS, "--trials")):
+        raise SelectionError(
+            f"--trials {options.trials}: states {HELD_OUT} are held out, and {min(held)} is one of "
+            "them; what is recorded there could be trained on, or chosen by. Leave them out"
+        )
     count = len(suite.tasks)
     tasks = f"0-{count - 1}" if options.tasks is None else options.tasks
     settings = DemosSettings(
         suite=suite.name,
         tasks=parse_numbers(tasks, count, "--tasks"),
         episodes=options.episodes,
-        trials=parse_numbers(options.trials, NUM_TRIALS, "--trials"),
+        trials=trials,
         seed=options.seed,
         moved_metres=options.move,
         rearranged=options.rearrange,

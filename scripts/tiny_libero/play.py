@@ -29,6 +29,7 @@ from scripts.tiny_libero.expert.motion import Disturbance, Manner, NoiseSettings
 from scripts.tiny_libero.expert.pick import Phase
 from scripts.tiny_libero.language import sentence, spoken
 
+HELD_OUT = "30-39"  # initial states that nothing but the last evaluation plays
 PHASES = tuple(phase.value for phase in Phase)
 
 

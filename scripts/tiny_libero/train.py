@@ -38,6 +38,7 @@ from scripts.tiny_libero.language import TAGS, vocabulary
 from scripts.tiny_libero.model import PolicyModelConfig, PolicyNet, build_config
 from scripts.tiny_libero.number_fit import NumberFitConfig, NumberTrainer
 from scripts.tiny_libero.number_samples import prepare_numbers, write_numbers
+from scripts.tiny_libero.play import HELD_OUT
 from scripts.tiny_libero.tokenizer import build_tokenizer
 
 _MOVING = 0.02  # of the largest command; less counts as standing still
@@ -81,9 +82,10 @@ def prepare(
     assets = ", ".join(sorted({one.header.assets for one in episodes}))
     taught = {PromptTemplate.OPENVLA: 1 - thinking_share, PromptTemplate.ECOT: thinking_share}
     prompts = tuple(prompt.value for prompt, share in taught.items() if share > 0)
+    held_out = {one.header.suite: HELD_OUT for one in episodes}
     config = replace(
         build_config(sizes, tokenizer.get_vocab_size(), {statistics_key: statistics}),
-        training=TrainingNotes(instructions, assets, prompts),
+        training=TrainingNotes(instructions, assets, prompts, held_out),
     )
     samples = PolicySamples.join(_samples(one, config, statistics) for one in episodes)
     return Prepared(config, tokenizer, samples)

@@ -30,7 +30,7 @@ _UNTOLD_HEADERS = {"date", "server", "content-length", "connection"}
 _MASKED = {"detail", "title", "request_id", "versions", "timestamp", "message", "harness_version"}
 _MASKED_IN_TEXT = re.compile(
     r'("(?:detail|title|message|harness_version|request_id)": ?)"(?!mine)(?:[^"\\]|\\.)*"'
-    r'|("weights": ?)"[^"]*"'
+    r'|("(?:weights|processor)": ?)"[^"]*"'
     r'|("versions": ?)\{[^}]*\}'
     r'|("\w+_m?s": ?)[\d.e+-]+'
 )
@@ -128,7 +128,7 @@ def masked(value: Any, name: object = "") -> Any:
         return MASK
     if name == "session_id" and isinstance(value, str) and value.startswith("socket-"):
         return f"socket-{MASK}"
-    if name == "weights":  # a path
+    if name in ("weights", "processor"):  # a path, and this machine's
         return MASK
     if isinstance(value, Mapping):
         array = _array(value)

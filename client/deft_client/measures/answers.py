@@ -22,6 +22,7 @@ class AnswerRecord:
     num_tokens: int = 0
     num_relaxed: int = 0
     method: str = ""
+    plan: str = ""  # of the method's, which a guard may choose anew for every answer
     guesses: tuple[int, ...] = ()  # of every pass; empty in runs that did not count them
     reasoning: str = ""  # what the policy wrote before the action
     text_passes: int = 0  # that began in it; the others are the action's
@@ -43,6 +44,7 @@ class AnswerRecord:
             num_tokens=len(trace.tokens),
             num_relaxed=round(trace.relaxed_share * len(trace.tokens)),
             method=trace.method,
+            plan=trace.plan,
             guesses=tuple(len(one.tokens) - 1 for one in trace.passes),
             reasoning=text,
             text_passes=sum(one.passes for one in costs[:-1]),

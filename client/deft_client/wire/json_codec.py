@@ -92,7 +92,8 @@ def decode_reset(data: bytes, limits: WireLimits = DEFAULT_LIMITS) -> str:
 
 def encode_info(info: ServerInfo) -> bytes:
     """Return what a server says about itself as JSON."""
-    return _dump({**vars(info), "versions": dict(info.versions), "details": dict(info.details)})
+    maps = {name: dict(getattr(info, name)) for name in ("held_out", "versions", "details")}
+    return _dump({**vars(info), **maps})
 
 
 def decode_info(data: bytes, limits: WireLimits = DEFAULT_LIMITS) -> ServerInfo:

@@ -98,8 +98,12 @@ def load_training(directory: Path) -> TrainingNotes:
     known = [one.value for one in PromptTemplate]
     if unknown := [one for one in prompts if one not in known]:
         raise fields.error("prompts", f"names {unknown[0]!r}; known: {', '.join(known)}")
+    held_out = fields.section("held_out")
     return TrainingNotes(
-        fields.values("instructions", str), fields.value("assets", str, ""), prompts
+        fields.values("instructions", str),
+        fields.value("assets", str, ""),
+        prompts,
+        {suite: held_out.value(suite, str) for suite in held_out.names},
     )
 
 

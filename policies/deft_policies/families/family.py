@@ -163,6 +163,7 @@ class Family(ABC):
     name: str
     summary: str  # what it answers from what, for people
     config: VlaConfig
+    source: CheckpointSource | None = None
 
     @staticmethod
     @abstractmethod

@@ -1,13 +1,15 @@
 """From options to a policy, and the one place where a model's family is found."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from deft_policies.base import Finding, Verdict
+from deft_policies.checkpoint.digest import digest_weights
 from deft_policies.checkpoint.draft_heads import is_medusa, load_head, load_medusa
 from deft_policies.checkpoint.memory import check_memory, find_free_bytes
 from deft_policies.checkpoint.open import CheckpointSource, locate_checkpoint
@@ -26,6 +28,7 @@ from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy, choose_method
 from deft_policies.families.target import VlaTarget
 from deft_policies.families.vla0.family import Vla0Family
+from deft_policies.families.vla0.run_folder import MODEL_FOLDER
 from deft_policies.model.formats import Quantization
 from deft_policies.model.quantization import check_quantization
 from deft_policies.model.statistics import find_statistics_key
@@ -59,7 +62,9 @@ def open_model(options: ModelOptions) -> Family:
     source = None
     if options.checkpoint is not None:
         source = locate_checkpoint(options.checkpoint, options.adapter)
-    return find_family(source, options).open(source, options)
+    family = find_family(source, options).open(source, options)
+    family.source = source
+    return family
 
 
 def load_policy(options: ModelOptions) -> VlaPolicy:
@@ -81,6 +86,8 @@ def load_policy(options: ModelOptions) -> VlaPolicy:
         _log.warning(
             "no --statistics-key is given, so every request must name one of %s", ", ".join(keys)
         )
+    # The files are hashed on other threads while they are loaded.
+    digests = _start_digests(family, options)
     model = family.load(device, dtype)
     drafts = DraftModels()
     if isinstance(model, TokenModel):
@@ -96,10 +103,31 @@ def load_policy(options: ModelOptions) -> VlaPolicy:
         drafts = _load_drafts(options, model)
     policy = VlaPolicy(model, options, drafts, method)
     policy.reason_for_dtype = reason
+    policy.digests = {name: digest.result() for name, digest in digests.items()}
     if isinstance(model, TokenModel):
         equality = model.target.describe_equality()
         _log.info("%s (%s); answers of exact methods: %s", precision.value, reason, equality)
     return policy
+
+
+def _start_digests(family: Family, options: ModelOptions) -> Mapping[str, "Future[str]"]:
+    """Of all weights that are read from files, by the name that /v1/info gives each digest."""
+    folders: dict[str, list[Path]] = {}
+    if family.source is not None:
+        folders["digest of weights"] = _weight_folders(family.source)
+    folders |= {f"digest of head {head.name}": [head] for head in options.draft_heads}
+    if options.draft_model is not None:
+        theirs = locate_checkpoint(options.draft_model)
+        folders["digest of draft model"] = _weight_folders(theirs)
+    beside = ThreadPoolExecutor()
+    started = {name: beside.submit(digest_weights, places) for name, places in folders.items()}
+    beside.shutdown(wait=False)
+    return started
+
+
+def _weight_folders(source: CheckpointSource) -> list[Path]:
+    places = [source.directory, source.directory / MODEL_FOLDER, source.tuned]
+    return places if source.overlay is None else [*places, source.overlay]
 
 
 def _choose_threads(options: ModelOptions, device: torch.device, family: Family) -> None:

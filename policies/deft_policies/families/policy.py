@@ -1,11 +1,13 @@
 """Any family's model behind the `Policy` interface: observations in, actions and traces out."""
 
 import logging
+import platform
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -92,6 +94,7 @@ class VlaPolicy:
         self._versions = {"deft": _version_of("deft-vla"), "torch": torch.__version__}
         self._details = _describe(model, self.options)
         self.reason_for_dtype = ""  # in words, where the format was chosen
+        self.digests: Mapping[str, str] = {}  # of the files that its weights were read from
         self._frames: list[_Frame] = []  # on their way
         if isinstance(model, TokenModel):
             widest = max(one.widest for one in self._token_models)
@@ -111,6 +114,7 @@ class VlaPolicy:
         model, options = self.model, self.options
         config = model.network.config
         told = {name: text for way in self._models for name, text in way.details.items()}
+        told |= self.digests
         if self.reason_for_dtype:
             told["dtype chosen"] = self.reason_for_dtype
         if self._token_models:
@@ -130,6 +134,7 @@ class VlaPolicy:
             decoding_methods=self._methods(),
             instructions=config.training.instructions,
             assets=config.training.assets,
+            held_out=config.training.held_out,
             num_pictures=model.num_pictures,
             state_dim=model.state_dim,
             max_tokens=None if longest.stop is None else longest.max_tokens,
@@ -440,17 +445,29 @@ def _describe(model: Model, options: ModelOptions) -> dict[str, str]:
     about = f"cpu ({torch.get_num_threads()} threads)"
     if device.type == "cuda":
         about = f"{device} ({torch.cuda.get_device_name(device)})"
-    same = {}
+    told = {}
     if isinstance(model, TokenModel):
-        same["answers of exact methods"] = model.target.describe_equality()
+        told["answers of exact methods"] = model.target.describe_equality()
+        told["guard"] = "on" if options.is_guarded else "off"
     return {
-        "weights": options.checkpoint or f"random:{options.random_weights}",
+        "weights": options.name or options.checkpoint or f"random:{options.random_weights}",
         "device": about,
+        "processor": _processor(),
         "dtype": str(weight.dtype).removeprefix("torch."),
         "quantization": model.network.describe_quantization(),
-        **same,
+        **told,
         **({"draft model": options.draft_model} if options.draft_model else {}),
     }
+
+
+def _processor() -> str:
+    """The name of this machine's processor; its architecture where the system does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _version_of(distribution: str) -> str:

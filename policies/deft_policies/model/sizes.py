@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
@@ -159,6 +159,7 @@ class TrainingNotes:
     instructions: tuple[str, ...] = ()
     assets: str = ""  # of the simulator, as LIBERO's results name them
     prompts: tuple[str, ...] = ()  # values of `PromptTemplate` that it was taught to answer
+    held_out: Mapping[str, str] = field(default_factory=dict)  # trials kept for the end, by suite
 
 
 class VlaConfig(Protocol):

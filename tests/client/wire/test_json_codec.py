@@ -40,6 +40,7 @@ INFO = ServerInfo(
     decoding="lossless",
     decoding_methods=("lossless", "autoregressive"),
     instructions=("lift the cup", "fold the towel, then put it into the basket" * 4),
+    held_out={"libero_object": "30-39"},
     versions={"deft-vla": "0.1.0"},
     details={"device": "cpu"},
 )

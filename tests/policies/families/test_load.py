@@ -12,6 +12,7 @@ from deft_client.image_chain import ImageChain
 from deft_client.types import ActOptions, Observation
 from deft_policies.base import ActRequest
 from deft_policies.benchmark.roofline import WeightBytes
+from deft_policies.checkpoint.digest import digest_weights
 from deft_policies.checkpoint.draft_heads import save_medusa
 from deft_policies.decoding.drafts.retrieval import RetrievalIndex, save_index
 from deft_policies.decoding.methods import PRESETS
@@ -125,7 +126,20 @@ def test_info_tells_what_was_loaded() -> None:
     assert info.details["weights"] == str(golden.TINY_OPENVLA)
     assert info.details["device"].startswith("cpu")
     assert info.details["head"] == "whole vocabulary"
+    assert info.details["processor"]
     assert info.versions["torch"] == torch.__version__
+
+
+def test_weights_and_heads_have_the_digests_of_their_files(tmp_path: Path) -> None:
+    head = golden.write_draft_head(tmp_path / "eagle")
+    expected = {
+        "digest of weights": digest_weights([golden.TINY_OPENVLA]),
+        "digest of head eagle": digest_weights([head]),
+    }
+    for precision in Precision:
+        info = load_policy(replace(OPTIONS, draft_heads=(head,), precision=precision)).info
+        assert expected.items() <= info.details.items()
+    assert not any("digest" in name for name in load_policy(RANDOM).info.details)
 
 
 def test_eagle_and_medusa_heads_draft_together(tmp_path: Path) -> None:

@@ -61,7 +61,10 @@ def test_letterboxing_survives_writing(tmp_path: Path) -> None:
 
 def test_what_was_noted_of_the_training_stays_with_the_weights(tmp_path: Path) -> None:
     training = TrainingNotes(
-        ("lift the cup", "把杯子放到桌上"), "real 4a83e826", ("openvla", "ecot")
+        ("lift the cup", "把杯子放到桌上"),
+        "real 4a83e826",
+        ("openvla", "ecot"),
+        {"libero_object": "30-39"},
     )
     write_tiny(tmp_path / "model", replace(tiny_config(), training=training))
     assert load_config(tmp_path / "model").training == training

@@ -15,9 +15,11 @@ from deft_client.libero.simulator.scene import Pose, Scene
 from deft_client.libero.simulator.suites import find_task
 from deft_client.types import ActOptions
 from deft_draft_training.errors import ConfigError
+from deft_policies import tiny_libero
 from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.constant import ConstantPolicy
 from deft_policies.errors import NoActionError
+from scripts.tiny_libero import demos
 from scripts.tiny_libero.correct import Learner, TakeoverSettings, main, sign_gripper
 from scripts.tiny_libero.expert.expert import Label
 from scripts.tiny_libero.expert.pick import Phase
@@ -170,6 +172,14 @@ def test_a_policy_without_these_statistics_is_refused(tmp_path: Path):
     checkpoint = write_small_policy(tmp_path)
     with pytest.raises(ConfigError, match="'libero_goal'.*libero_object"):
         main(["libero_goal", f"--checkpoint={checkpoint}", f"--out={tmp_path / 'more'}"])
+
+
+def test_held_out_states_are_never_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    recording = ["libero_object", f"--out={tmp_path / 'more'}", "--trials=0-49"]
+    assert demos.main(recording) == 2
+    assert "states 30-39 are held out" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="states 30-39 are held out"):
+        main([*recording, f"--checkpoint={tiny_libero.CHECKPOINT}"])
 
 
 def write_small_policy(folder: Path) -> Path:

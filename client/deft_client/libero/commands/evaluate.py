@@ -79,6 +79,11 @@ def _add_episodes(group: Group) -> None:
         "--episodes", type=int, metavar="N",
         help="stop after N episodes per suite, spread evenly over the tasks",
     )  # fmt: skip
+    group.add_argument(
+        "--final", nargs="?", type=int, const=1, metavar="LOOK",
+        help="play also the initial states that the policy holds out, and say in the results which "
+        "look at them it is (1 where LOOK is not given)",
+    )  # fmt: skip
 
 
 def _add_policy(group: Group) -> None:
@@ -185,7 +190,13 @@ def _add_work(group: Group) -> None:
 
 
 def _check_numbers(options: argparse.Namespace) -> None:
-    for name, least in (("workers", 1), ("step_limit", 1), ("executed_steps", 1), ("radius", 0)):
+    for name, least in (
+        ("workers", 1),
+        ("step_limit", 1),
+        ("executed_steps", 1),
+        ("radius", 0),
+        ("final", 1),
+    ):
         value = getattr(options, name)
         if value is not None and value < least:
             flag = "--" + name.replace("_", "-")

@@ -19,6 +19,7 @@ from deft_client.libero.evaluation.selection import (
     check_physics,
     describe_assets,
     find_suite,
+    held_out_trials,
     select_episodes,
     trained_tasks,
     untrained_tasks,
@@ -35,7 +36,10 @@ from deft_client.types import ServerInfo
 _SIMULATOR_PACKAGES = ("hf-libero", "libero", "robosuite", "mujoco", "bddl")
 # Of what a server says in detail: which model it is, and what decides how fast it answers; and
 # of its own method, where no other one is asked for.
-_OF_MODEL = ("weights", "device", "dtype", "quantization", "draft model", "head", "film", "state")
+_OF_MODEL = (
+    *("weights", "device", "processor", "dtype", "quantization", "draft model", "guard"),
+    *("head", "film", "state"),
+)
 _OF_METHOD = ("rule", "plans", "small model")
 
 
@@ -70,6 +74,7 @@ class RunConfig:
     seam: Seam = Seam.WAIT
     step_limit: int = 0
     seed: int = 7  # of Python's and numpy's global generators, in every episode
+    look: int | None = None  # at held-out initial states: the first, the second, ...
     assets: str = ""  # what the simulator shows, as results name it
     server: Mapping[str, str] = field(default_factory=dict)  # what it says of itself
     out: Path = Path("results")  # a folder per run in it
@@ -109,6 +114,8 @@ class RunConfig:
 
     def _name_parts(self) -> Iterator[str]:
         source = self.source
+        if self.look is not None and self.look > 1:
+            yield f"look {self.look}"  # first: reports leave out last words that all runs share
         if source.factory:
             yield source.name
         else:
@@ -120,6 +127,8 @@ class RunConfig:
                 yield f"r{source.options.radius}"
             if source.options.want_reasoning:
                 yield "thinking-aloud"
+        if (dtype := self.server.get("dtype", "float32")) != "float32":
+            yield dtype
         if source.stream:
             yield "stream"
         if self.environment.widen_metres > 0:
@@ -146,6 +155,7 @@ class RunConfig:
             "executed_steps": str(self.executed_steps or "all"),
             "frame_size": str(self.environment.frame_size),
             "gripper": source.profile.gripper.value,
+            **({} if self.look is None else {"held-out look": str(self.look)}),
             "image_chain_of_client": source.profile.client_chain.value,
             "network_delay_ms": f"{source.network_delay_ms:g}",
             "pacing": self.pacing.value,
@@ -180,6 +190,8 @@ def plan_runs(asked: argparse.Namespace, info: ServerInfo | None) -> list[RunCon
     for suite in suites:
         wanted = trained_tasks(suite, info) if asked.tasks == TRAINED else asked.tasks
         keys = select_episodes(suite, wanted, asked.trials, asked.episodes)
+        if asked.final is None:
+            _refuse_held_out(suite, keys, info)
         for decoding in asked.decoding:
             source = _source(asked.source, suite, decoding, info)
             for pacing in pacings:
@@ -193,6 +205,7 @@ def plan_runs(asked: argparse.Namespace, info: ServerInfo | None) -> list[RunCon
                         seam=asked.seam,
                         step_limit=asked.step_limit or suite.step_limit,
                         seed=asked.seed,
+                        look=asked.final,
                         assets=assets,
                         server=_server(source, info),
                         out=asked.out,
@@ -257,6 +270,16 @@ def choose_statistics_key(asked: str | None, suite: Suite, info: ServerInfo | No
     return info.default_statistics_key
 
 
+def _refuse_held_out(suite: Suite, keys: Sequence[TrialKey], info: ServerInfo | None) -> None:
+    played = held_out_trials(suite, info) & {key.trial for key in keys}
+    if info is not None and played:
+        raise SelectionError(
+            f"{info.policy} holds out initial states {info.held_out[suite.statistics_key]} of "
+            f"{suite.name}: they are played once, with --final, after everything was chosen, since "
+            "a choice made by them spoils them as evidence. Give --trials without them"
+        )
+
+
 def _source(
     source: PolicySource, suite: Suite, decoding: str | None, info: ServerInfo | None
 ) -> PolicySource:
@@ -279,12 +302,17 @@ def _server(source: PolicySource, info: ServerInfo | None) -> Mapping[str, str]:
         return {}
     is_own_method = not source.options.decoding
     wanted = (*_OF_MODEL, *_OF_METHOD) if is_own_method else _OF_MODEL
+    told = {
+        name: text
+        for name, text in info.details.items()
+        if name in wanted or name.startswith("digest of ")
+    }
     return {
         "policy": info.policy,
         "image": f"{info.image_height}x{info.image_width}",
         "image_chain": info.image_chain,
         **{f"version of {name}": version for name, version in info.versions.items()},
-        **{name: info.details[name] for name in wanted if name in info.details},
+        **told,
         **({"decoding": info.decoding} if is_own_method else {}),
     }
 

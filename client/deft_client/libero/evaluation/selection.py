@@ -106,6 +106,14 @@ def trained_tasks(suite: Suite, info: ServerInfo | None) -> str:
     return ",".join(numbers)
 
 
+def held_out_trials(suite: Suite, info: ServerInfo | None) -> frozenset[int]:
+    """Initial states that the policy keeps for its last evaluation; also of a suite's variants."""
+    if info is None or suite.statistics_key not in info.held_out:
+        return frozenset()
+    text = info.held_out[suite.statistics_key]
+    return frozenset(parse_numbers(text, NUM_TRIALS, f"the held-out states of {info.policy}"))
+
+
 def parse_numbers(text: str, count: int, what: str) -> tuple[int, ...]:
     """The numbers in `0,3,40-49`, sorted; all of them must be below `count`."""
     numbers: set[int] = set()

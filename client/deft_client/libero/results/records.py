@@ -152,6 +152,9 @@ _COLUMNS = {
 }
 
 
+_OFTEN_ALIKE = ("method", "plan")  # written once where all answers have the same
+
+
 def _encode_answers(answers: tuple[AnswerRecord, ...]) -> dict[str, Any]:
     """Columns; one that holds nothing but its default is left out."""
     rows = [{**vars(one), **vars(one.timings)} for one in answers]
@@ -164,15 +167,17 @@ def _encode_answers(answers: tuple[AnswerRecord, ...]) -> dict[str, Any]:
             columns[name] = values
     if columns.get("used_step") == columns["asked_step"]:
         del columns["used_step"]
-    if len(set(columns.get("method", ()))) == 1:
-        columns["method"] = columns["method"][0]
+    for name in _OFTEN_ALIKE:
+        if len(set(columns.get(name, ()))) == 1:
+            columns[name] = columns[name][0]
     return columns
 
 
 def _decode_answers(columns: dict[str, Any]) -> tuple[AnswerRecord, ...]:
     columns = {"used_step": columns["asked_step"], **columns}
-    if isinstance(columns.get("method"), str):
-        columns["method"] = [columns["method"]] * len(columns["asked_step"])
+    for name in _OFTEN_ALIKE:
+        if isinstance(columns.get(name), str):
+            columns[name] = [columns[name]] * len(columns["asked_step"])
     stages = [name for name in STAGES if name in columns]
     lists = [name for name in ("accepted", "guesses") if name in columns]
     answers = []

@@ -32,6 +32,7 @@ FORMAT = "deft-libero-results"
 FORMAT_VERSION = 1
 HEADER_FILE = "run.json"
 EPISODES_FILE = "episodes.jsonl"
+WEIGHTS = "digest of weights"  # in `RunHeader.server`, as /v1/info calls it
 _FOLDER = "folder"  # what packed headers say first
 PACKED_FILE = f"{EPISODES_FILE}.gz"  # the same lines as they are kept in a repository
 
@@ -62,6 +63,11 @@ class RunHeader:
     notes: Mapping[str, str] = field(default_factory=dict)
     format: str = FORMAT
     format_version: int = FORMAT_VERSION
+
+    @property
+    def weights(self) -> str:
+        """The digest of the policy's weights; empty where nobody recorded it."""
+        return self.server.get(WEIGHTS, "")
 
 
 @dataclass(frozen=True, eq=False)

@@ -127,6 +127,35 @@ def test_one_server_may_be_played_thinking_aloud_and_acting_at_once(tmp_path: Pa
     assert aloud.header.options["reasoning"] == "aloud"
 
 
+def test_states_that_a_policy_holds_out_are_played_at_the_end_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with tiny_server() as server:
+        server.info = replace(INFO, held_out={"point_world": "30-39"})
+        arguments = ("--url", server.url, "--tasks", "0", "--trials", "29-30")
+        assert _evaluate(tmp_path, *arguments) == 2
+        assert "holds out initial states 30-39 of point_world" in capsys.readouterr().err
+        assert not server.requests
+        assert _evaluate(tmp_path, *arguments[:-1], "29,40") == 0
+        assert _evaluate(tmp_path / "first", *arguments, "--final") == 0
+        assert _evaluate(tmp_path / "again", *arguments, "--final", "2") == 0
+    assert _run(tmp_path / "first").header.options["held-out look"] == "1"
+    assert _run(tmp_path / "again", "look-2-lossless").header.name == "point_world look 2 lossless"
+
+
+def test_a_run_says_which_weights_answered_in_which_format(tmp_path: Path) -> None:
+    told = {
+        **{"weights": "runs/a", "digest of weights": "12ab", "digest of head eagle": "34cd"},
+        **{"dtype": "bfloat16", "processor": "a CPU", "device": "cpu (1 threads)", "guard": "on"},
+    }
+    with tiny_server() as server:
+        server.info = replace(INFO, details=told)
+        assert _evaluate(tmp_path, "--url", server.url, "--episodes", "1") == 0
+    header = _run(tmp_path, "lossless-bfloat16").header
+    assert header.weights == "12ab"
+    assert told.items() <= header.server.items()
+
+
 def test_only_a_policy_that_thinks_is_asked_for_its_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

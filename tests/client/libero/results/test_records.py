@@ -54,6 +54,14 @@ def test_what_was_written_survives_its_line_with_what_it_took() -> None:
     assert decode_record(encode_record(original, "r1"), "r1", "here").answers == thinking
 
 
+@pytest.mark.parametrize("plans", [("tree",) * 4, ("tree", "autoregressive", "tree", "tree")])
+def test_the_plan_of_every_answer_survives_its_line(plans: tuple[str, ...]) -> None:
+    original = record()
+    answers = [replace(one, plan=plan) for one, plan in zip(original.answers, plans, strict=True)]
+    original = replace(original, answers=tuple(answers))
+    assert decode_record(encode_record(original, "r1"), "r1", "here").answers == original.answers
+
+
 def test_an_episode_that_broke_before_its_first_step_survives_its_line() -> None:
     original = replace(record(outcome=Outcome.ERRORED), actions=np.zeros((0, 7)), answers=())
     read = decode_record(encode_record(original, "r1"), "r1", "here")
