@@ -7,14 +7,13 @@ are assumed, nothing was measured on one.
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from deft_client.measures.table import markdown_table
 from deft_policies.benchmark.roofline import (
     Cost,
     DeviceRates,
-    PassTokens,
     WeightBytes,
     decoder_cost,
     vision_cost,
@@ -24,7 +23,7 @@ from deft_policies.model.sizes import OpenVLAConfig
 from scripts.reproduce.published import ACTION_LENGTH, RELAXED_GOAL
 
 H200 = DeviceRates(bytes_per_s=4.3e12, flops_per_s=790e12, description="H200")
-FP8_FLOPS_PER_S = 1580e12
+H200_FP8 = replace(H200, flops_per_s=1580e12)
 PROMPT_TOKENS = 280  # image patches and an instruction
 BFLOAT16, FP8 = WeightBytes(2.0, 2.0), WeightBytes(1.0, 2.0)
 
@@ -45,7 +44,7 @@ def openvla() -> OpenVLAConfig:
 
 def limit_ms(cost: Cost) -> float:
     """The least that work in bfloat16 takes there."""
-    return cost.floor_ms(H200.bytes_per_s, H200.flops_per_s)
+    return cost.floor_ms(H200)
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,9 @@ def action_ms(guesses: tuple[int, ...], accepted: tuple[int, ...], head: HeadWor
     total = limit_ms(vision_cost(config, 1, BFLOAT16))
     for number, (nodes, kept) in enumerate(zip(guesses, accepted, strict=True)):
         new = nodes + (1 if number else PROMPT_TOKENS)
-        tokens = PassTokens(before, new, nodes + 1, config.llm.vocabulary, is_causal=number == 0)
-        total += limit_ms(decoder_cost(config.llm, 1, tokens, BFLOAT16))
+        tokens = (before, new, nodes + 1, config.llm.vocabulary)
+        cost = decoder_cost(config.llm, 1, BFLOAT16, *tokens, is_causal=number == 0)
+        total += limit_ms(cost)
         if number and nodes:
             missing = ACTION_LENGTH - 1 - (before - PROMPT_TOKENS + 1)
             levels = head.levels if head.is_full_depth else min(head.levels, max(1, missing))
@@ -105,8 +105,7 @@ class Arithmetic:
 
     def limit_ms(self, cost: Cost) -> float:
         """What a stage cannot go below."""
-        rate = FP8_FLOPS_PER_S if self._is_fp8 else H200.flops_per_s
-        return cost.floor_ms(H200.bytes_per_s, rate)
+        return cost.floor_ms(H200_FP8 if self._is_fp8 else H200)
 
     def vision(self) -> tuple[float, float]:
         """Limit and prediction; the towers run side by side, so that the deeper one's count."""
@@ -118,8 +117,9 @@ class Arithmetic:
         """Limit and prediction of one pass, the prefill if nothing is there before it."""
         llm = self._config.llm
         new = nodes if before else PROMPT_TOKENS + nodes - 1
-        tokens = PassTokens(before, new, nodes, llm.vocabulary, is_causal=not before)
-        limit = self.limit_ms(decoder_cost(llm, 1, tokens, self._weights))
+        tokens = (before, new, nodes, llm.vocabulary)
+        cost = decoder_cost(llm, 1, self._weights, *tokens, is_causal=not before)
+        limit = self.limit_ms(cost)
         return limit, limit + llm.num_layers * self._layer * LAUNCH_MS
 
     def head(self) -> tuple[float, float]:

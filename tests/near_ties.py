@@ -34,8 +34,8 @@ from deft_policies.decoding.sampling import first_maximum
 from deft_policies.decoding.target import Prompts, self_draft_target
 from deft_policies.families.family import TokenModel
 from deft_policies.families.loading import load_policy
+from deft_policies.families.openvla import VlaTarget
 from deft_policies.families.options import ModelOptions
-from deft_policies.families.target import VlaTarget
 from deft_policies.memory import SessionMemory
 from deft_policies.model.draft_heads import MedusaHeads
 from deft_policies.model.formats import Precision

@@ -13,7 +13,7 @@ from functools import partial
 
 from deft_policies import tiny_libero as bundle
 from deft_policies.base import Finding, Policy
-from deft_policies.constant import ConstantPolicy, SleepingPolicy
+from deft_policies.constant import ConstantPolicy
 from deft_policies.errors import PolicyError
 from deft_policies.families.options import FAMILY_NAMES, ModelOptions, add_flags, read_flags
 
@@ -109,6 +109,6 @@ CATALOG: dict[str, CatalogEntry] = {
     "sleeping": CatalogEntry(
         "answers like constant, but takes a given time over every batch; no model",
         _add_sleeping_flags,
-        lambda given: SleepingPolicy(sleep_s=given.sleep_ms / 1000),
+        lambda given: ConstantPolicy(name="sleeping", sleep_s=given.sleep_ms / 1000),
     ),
 }

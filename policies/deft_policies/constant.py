@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,15 +14,21 @@ from deft_policies.errors import UnknownDecodingError, UnknownStatisticsKeyError
 
 @dataclass(frozen=True, eq=False)
 class ConstantPolicy:
-    """Answers every observation with the same actions."""
+    """Answers every observation with the same actions.
+
+    One that sleeps takes a fixed time over every batch, however many frames it has, and no
+    processor: to measure what surrounds a policy.
+    """
 
     actions: NDArray[np.float64] = field(default_factory=lambda: np.zeros((1, 7)))
+    name: str = "constant"
+    sleep_s: float = 0.0
 
     @property
     def info(self) -> ServerInfo:
         """What the server advertises."""
         return ServerInfo(
-            policy="constant",
+            policy=self.name,
             action_dim=self.actions.shape[1],
             chunk_length=self.actions.shape[0],
             statistics_keys=("constant",),
@@ -47,21 +53,5 @@ class ConstantPolicy:
 
     def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
         """Return the fixed actions."""
-        return [ActAnswer(ActionChunk(self.actions), request.memory) for request in batch]
-
-
-@dataclass(frozen=True, eq=False)
-class SleepingPolicy(ConstantPolicy):
-    """Takes a fixed time over every batch and no processor: to measure what surrounds a policy."""
-
-    sleep_s: float = 0.05
-
-    @property
-    def info(self) -> ServerInfo:
-        """What the server advertises."""
-        return replace(super().info, policy="sleeping")
-
-    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
-        """Return the fixed actions after the sleep, however many frames the batch has."""
         time.sleep(self.sleep_s)
-        return super().act(batch)
+        return [ActAnswer(ActionChunk(self.actions), request.memory) for request in batch]

@@ -25,10 +25,9 @@ from deft_policies.benchmark.tables import Report
 from deft_policies.commands.parse import run_command
 from deft_policies.decoding.methods import AUTOREGRESSIVE
 from deft_policies.families.loading import load_policy
-from deft_policies.families.openvla import OpenVLA
+from deft_policies.families.openvla import OpenVLA, VlaTarget
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
-from deft_policies.families.target import VlaTarget
 from deft_policies.model.formats import Precision, Quantization
 from scripts.predict_gpu import predictions
 from scripts.reproduce.published import PUBLISHED_SHARES, RELAXED_GOAL

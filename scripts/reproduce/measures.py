@@ -26,7 +26,6 @@ from deft_client.measures.answers import AnswerRecord
 from deft_client.measures.speculation import Speculation
 from deft_client.measures.speed import SpeedUp
 from deft_client.measures.table import NOTHING
-from deft_policies.benchmark.summary import expected_speedup
 from deft_policies.decoding.methods import find_method
 from scripts.predict_gpu import HeadWork, action_ms
 from scripts.reproduce.study import ReproductionError, Row
@@ -266,6 +265,22 @@ def _lesson(results: RowResults, name: str) -> Cell:
         "measured": sum(kept + 1 for kept, _ in passes) * pass_ms / spent,
     }
     return _number(found[name], ".2f", "x" if name in ("predicted", "measured") else "")
+
+
+def expected_tokens(acceptance: float, length: float) -> float:
+    """Tokens a pass commits where each of `length` drafts in a row stands with this chance.
+
+    1 + a + ... + a^K = (1 - a^(K+1)) / (1 - a)
+    """
+    if acceptance >= 1.0:
+        return length + 1
+    missed: float = acceptance ** (length + 1)
+    return (1 - missed) / (1 - acceptance)
+
+
+def expected_speedup(acceptance: float, length: float, cost: float) -> float:
+    """How many times faster than one token per pass; drafting one token costs `cost` passes."""
+    return expected_tokens(acceptance, length) / (1 + length * cost)
 
 
 def _rate(results: RowResults, _: str) -> Cell:

@@ -142,12 +142,12 @@ def test_a_picture_has_the_same_features_alone_and_among_others(num_threads: int
     torch.set_num_threads(num_threads)
     try:
         with torch.inference_mode():
-            alone = [network.see(pixels[index : index + 1]) for index in range(8)]
-            for num_pictures in range(2, 9):
-                together = network.see(pixels[:num_pictures])
-                for index in range(num_pictures):
-                    assert torch.equal(together.patches[index], alone[index].patches[0])
-                    assert torch.equal(together.features[index], alone[index].features[0])
+            for part in (network.look, network.see):  # features, and what is made of them
+                alone = [part(pixels[index : index + 1]) for index in range(8)]
+                for num_pictures in range(2, 9):
+                    together = part(pixels[:num_pictures])
+                    for index in range(num_pictures):
+                        assert torch.equal(together[index], alone[index][0])
     finally:
         torch.set_num_threads(threads)
 

@@ -15,10 +15,9 @@ from deft_client.types import DecodeTrace, Observation
 from deft_policies.benchmark.replay import Contender, ReplayFrame, replay
 from deft_policies.benchmark.summary import Decoding, Speed
 from deft_policies.benchmark.tables import Report
-from deft_policies.families.openvla import OpenVLA
+from deft_policies.families.openvla import OpenVLA, VlaTarget
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
-from deft_policies.families.target import VlaTarget
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.random_weights import word_ids
 from deft_policies.model.sizes import TokenRange

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from deft_policies.constant import SleepingPolicy
+from deft_policies.constant import ConstantPolicy
 from deft_policies.families.options import read_flags
 from deft_server.app import create_app
 from deft_server.commands.settings_sources import policy_of_flags
@@ -247,7 +247,7 @@ def test_the_flags_in_the_configuration_are_those_of_the_policy(serve_config: Se
 
 def test_a_policy_is_loaded_from_a_table_of_its_flags() -> None:
     policy = policy_of_flags({"policy": "sleeping", "sleep_ms": "20"}).load()
-    assert isinstance(policy, SleepingPolicy)
+    assert isinstance(policy, ConstantPolicy)
     assert policy.sleep_s == 0.02
 
 
@@ -300,18 +300,18 @@ def test_the_front_uses_flags_and_probes_that_exist(front: FrontDeployment) -> N
     sleep, pause_s = container.lifecycle["preStop"]["exec"].command
     assert sleep == "sleep"
     assert front.spec.template.spec.terminationGracePeriodSeconds > drain_s + float(pause_s)
-    routes = {getattr(route, "path", "") for route in create_app(SleepingPolicy()).routes}
+    routes = {getattr(route, "path", "") for route in create_app(ConstantPolicy()).routes}
     for probe in (container.startupProbe, container.readinessProbe, container.livenessProbe):
         assert probe is not None
         assert probe.httpGet is not None
-        assert probe.httpGet.path in create_app(SleepingPolicy()).openapi()["paths"] or (
+        assert probe.httpGet.path in create_app(ConstantPolicy()).openapi()["paths"] or (
             probe.httpGet.path in routes
         )
 
 
 def test_the_rules_speak_of_metrics_that_exist(tmp_path: Path) -> None:
     rules = RuleFile.model_validate(yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text()))
-    page = create_app(SleepingPolicy(), Settings(record=tmp_path)).service.metrics.page().decode()
+    page = create_app(ConstantPolicy(), Settings(record=tmp_path)).service.metrics.page().decode()
     families = set(re.findall(r"^# TYPE (\w+)", page, re.M))
     for rule in rules.groups[0].rules:
         for metric in re.findall(r"\bdeft_\w+", rule.expr):

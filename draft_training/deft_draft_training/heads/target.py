@@ -82,7 +82,7 @@ class FeatureTarget:
         parts = self._openvla
         with torch.no_grad():
             fitted = [parts.images.fit(one.image) for one in observations]
-            patches = parts.network.see(parts.pixels(fitted)).patches
+            patches = parts.network.see(parts.pixels(fitted))
             prompts = [torch.tensor(parts.encode(one.instruction)) for one in observations]
             hidden = self._features(patches, prompts, tokens)
         return [

@@ -127,7 +127,8 @@ def check_equal(run: Replay, plain: Replay, frames: Sequence[ReplayFrame]) -> Eq
         wanted, found = (_tokens(one.answers[number]) for one in (plain, run))
         if wanted == found:
             continue
-        position = _first_difference(wanted, found)
+        pairs = enumerate(zip(wanted, found, strict=True))
+        position = next(at for at, (best, other) in pairs if best != other)
         options = plain.contender.options(frame)
         logits = _logits(policy, frame, options, wanted[: position + 1])[position]
         best, other = wanted[position], found[position]
@@ -145,13 +146,6 @@ def check_equal(run: Replay, plain: Replay, frames: Sequence[ReplayFrame]) -> Eq
 def _tokens(answer: MeasuredAnswer) -> list[int]:
     assert answer.chunk.trace is not None
     return list(answer.chunk.trace.tokens)
-
-
-def _first_difference(one: Sequence[int], other: Sequence[int]) -> int:
-    for position, (first, second) in enumerate(zip(one, other, strict=False)):
-        if first != second:
-            return position
-    raise ValueError("one answer is the beginning of the other")
 
 
 def last_place(value: float) -> float:

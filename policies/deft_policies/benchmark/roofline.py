@@ -9,7 +9,6 @@ from torch.utils.benchmark import Timer
 
 from deft_client.types import DecodeTrace
 from deft_policies.benchmark.replay import Contender, Replay, ReplayFrame
-from deft_policies.errors import PolicyError
 from deft_policies.families.family import Model, TokenModel
 from deft_policies.families.oft.model import Oft
 from deft_policies.families.policy import VlaPolicy
@@ -60,9 +59,9 @@ class Cost:
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(self.num_bytes + other.num_bytes, self.num_flops + other.num_flops)
 
-    def floor_ms(self, bytes_per_s: float, flops_per_s: float) -> float:
+    def floor_ms(self, rates: DeviceRates) -> float:
         """The time below which nothing can go on a device of these rates."""
-        return 1e3 * max(self.num_bytes / bytes_per_s, self.num_flops / flops_per_s)
+        return 1e3 * max(self.num_bytes / rates.bytes_per_s, self.num_flops / rates.flops_per_s)
 
 
 @dataclass(frozen=True)
@@ -100,39 +99,36 @@ def vision_cost(config: OpenVLAConfig, num_rows: int, weights: WeightBytes) -> C
 
 
 def decoder_cost(
-    llm: LlamaSizes, num_rows: int, tokens: "PassTokens", weights: WeightBytes
+    llm: LlamaSizes,
+    num_rows: int,
+    weights: WeightBytes,
+    before: int,
+    new: int,
+    scored: int,
+    head_rows: int,
+    is_causal: bool = False,
 ) -> Cost:
-    """One pass of the decoder: its matrices once, the cache of every row, the head's rows."""
+    """One pass of the decoder: its matrices once, the cache of every row, the head's rows.
+
+    Of each row, tokens in the cache `before`, `new` ones, and those that are `scored`.
+    """
     queries, shared = llm.num_heads * llm.head_dim, llm.num_kv_heads * llm.head_dim
     per_layer = llm.width * (2 * queries + 2 * shared + 3 * llm.mlp_width)
     kept = 2 * shared  # keys and values of one token in one layer
-    seen = tokens.before + tokens.new / 2 if tokens.is_causal else tokens.before + tokens.new
-    attention = 4.0 * queries * tokens.new * seen
-    head = tokens.head_rows * llm.width
+    seen = before + new / 2 if is_causal else before + new
+    attention = 4.0 * queries * new * seen
+    head = head_rows * llm.width
     num_bytes = (
         llm.num_layers * per_layer * weights.decoder
         + head * weights.other
-        + num_rows * llm.num_layers * kept * tokens.before * weights.other
+        + num_rows * llm.num_layers * kept * before * weights.other
     )
-    flops = num_rows * (
-        llm.num_layers * (2.0 * per_layer * tokens.new + attention) + 2.0 * head * tokens.scored
-    )
+    flops = num_rows * (llm.num_layers * (2.0 * per_layer * new + attention) + 2.0 * head * scored)
     return Cost(num_bytes, flops)
 
 
-@dataclass(frozen=True)
-class PassTokens:
-    """The shape of a pass: tokens in the cache before it, new ones, and those that are scored."""
-
-    before: int
-    new: int
-    scored: int
-    head_rows: int
-    is_causal: bool = False
-
-
 def _tower_cost(tower: TowerConfig, num_rows: int, weight_bytes: float) -> Cost:
-    num_tokens = tower.num_patches + tower.num_registers + int(tower.has_class_token)
+    num_tokens = tower.num_patches + tower.num_leading
     per_block = tower.width * (4 * tower.width + 2 * tower.mlp)
     patch = 3 * tower.patch_size**2 * tower.width
     attention = 4.0 * tower.width * num_tokens**2
@@ -155,17 +151,6 @@ class StageLimit:
     cost: Cost
     floor_ms: float
 
-    @staticmethod
-    def of(actions: Sequence[Sequence[Cost]], rates: DeviceRates) -> "StageLimit":
-        """From what the passes of each action cost, which follow each other."""
-        passes = [one for costs in actions for one in costs]
-        cost = Cost(
-            sum(one.num_bytes for one in passes) / len(actions),
-            sum(one.num_flops for one in passes) / len(actions),
-        )
-        floors = [one.floor_ms(rates.bytes_per_s, rates.flops_per_s) for one in passes]
-        return StageLimit(cost, sum(floors) / len(actions))
-
 
 @dataclass(frozen=True)
 class Roofline:
@@ -179,6 +164,15 @@ class Roofline:
         return sum(stage.floor_ms for stage in self.stages.values())
 
 
+def _limit(actions: Sequence[Sequence[Cost]], rates: DeviceRates) -> StageLimit:
+    """From what the passes of each action cost, which follow each other."""
+    passes = [one for costs in actions for one in costs]
+    floor_ms = sum(one.floor_ms(rates) for one in passes)
+    total = sum(passes, Cost(0.0, 0.0))
+    cost = Cost(total.num_bytes / len(actions), total.num_flops / len(actions))
+    return StageLimit(cost, floor_ms / len(actions))
+
+
 def find_limits(
     policy: VlaPolicy, run: Replay, frames: Sequence[ReplayFrame], rates: DeviceRates
 ) -> Roofline:
@@ -189,11 +183,11 @@ def find_limits(
     ]
     vision = pictures_cost(policy, run.contender.batch_size)
     stages = {
-        "vision": StageLimit.of([[vision]], rates),
-        "prefill": StageLimit.of([one[:1] for one in passes], rates),
+        "vision": _limit([[vision]], rates),
+        "prefill": _limit([one[:1] for one in passes], rates),
     }
     if any(len(one) > 1 for one in passes):
-        stages["decode"] = StageLimit.of([one[1:] for one in passes], rates)
+        stages["decode"] = _limit([one[1:] for one in passes], rates)
     return Roofline(stages)
 
 
@@ -212,8 +206,7 @@ def has_limits(policy: VlaPolicy) -> bool:
 
 def _config_of(model: Model) -> OpenVLAConfig:
     config = model.network.config
-    if not isinstance(config, OpenVLAConfig):
-        raise PolicyError(f"what a model of {model.family} needs at least is not known here")
+    assert isinstance(config, OpenVLAConfig)  # as `has_limits` says
     return config
 
 
@@ -239,8 +232,11 @@ def pass_costs(
     head_rows, before, costs = len(model.target.vocabulary), 0, []
     for num_nodes, committed in zip(nodes, kept, strict=True):
         behind = 0 if before else prompt - 1
-        tokens = PassTokens(before, behind + num_nodes, num_nodes, head_rows, is_causal=not before)
-        costs.append(decoder_cost(config.llm, num_rows, tokens, weights))
+        new = behind + num_nodes
+        cost = decoder_cost(
+            config.llm, num_rows, weights, before, new, num_nodes, head_rows, is_causal=not before
+        )
+        costs.append(cost)
         before += behind + committed
     return costs
 
@@ -248,12 +244,8 @@ def pass_costs(
 def _chunk_cost(model: Oft, num_ids: int, num_rows: int, weights: WeightBytes) -> Cost:
     """The decoder over pictures, state, prompt, chunk and stop; then the head."""
     parts, llm = model.parts, model.network.config.llm
-    tokens = PassTokens(
-        before=0,
-        new=num_ids + model.num_others,
-        scored=0 if parts.head else parts.num_values,
-        head_rows=0 if parts.head else llm.vocabulary,
-    )
-    decoder = decoder_cost(llm, num_rows, tokens, weights)
+    scored, head_rows = (0, 0) if parts.head else (parts.num_values, llm.vocabulary)
+    new = num_ids + model.num_others
+    decoder = decoder_cost(llm, num_rows, weights, 0, new, scored, head_rows)
     state = module_cost(parts.state, num_rows, weights)
     return decoder + state + module_cost(parts.head, num_rows * parts.num_steps, weights)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deft_client.measures.answers import AnswerRecord
-from deft_client.measures.speculation import speculation_of
+from deft_client.measures.speculation import Speculation, speculation_of
 from deft_client.measures.speed import SpeedUp, core_doubts, speed_up
 from deft_client.measures.statistics import Percentiles, percentiles
 from deft_client.types import DecodeTrace
@@ -18,6 +18,7 @@ from deft_policies.decoding.acceptance.host_waits import find_wait
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
 from deft_policies.decoding.methods import find_method
 
+_NOTHING = Speculation(1, 0, 1, 0, {}, {}, (), ())  # without a trace
 # Stage names as users know them, and their fields.
 STAGES = (
     ("preprocess", "prepare_ms"),
@@ -57,22 +58,6 @@ class Speed:
             doubts += core_doubts(one.worked_ms, one.total.mean * one.num_answers)
         own = [[spent / scale for spent in episode] for episode in self.episodes_ms]
         return speed_up(baseline.episodes_ms, own, list(dict.fromkeys(doubts)))
-
-
-def expected_tokens(acceptance: float, length: float) -> float:
-    """Tokens a pass commits where each of `length` drafts in a row stands with this chance.
-
-    1 + a + ... + a^K = (1 - a^(K+1)) / (1 - a)
-    """
-    if acceptance >= 1.0:
-        return length + 1
-    missed: float = acceptance ** (length + 1)
-    return (1 - missed) / (1 - acceptance)
-
-
-def expected_speedup(acceptance: float, length: float, cost: float) -> float:
-    """How many times faster than one token per pass; drafting one token costs `cost` passes."""
-    return expected_tokens(acceptance, length) / (1 + length * cost)
 
 
 @dataclass(frozen=True)
@@ -140,14 +125,13 @@ def summarise_decoding(run: Replay, plain: Replay, spaces: Sequence[ActionSpace]
     acting = [one for one in acting if len(one[0]) == len(one[1]) == one[2].length]
     bins, moved = [np.abs(own - other) for own, other, _ in acting], [one[2] for one in acting]
     own_traces = [own for own, _, _ in pairs]
-    found = speculation_of([AnswerRecord.of(one.chunk, 0, 0) for one in run.answers])
+    found = speculation_of([AnswerRecord.of(one.chunk, 0, 0) for one in run.answers]) or _NOTHING
     longest = max((len(own.tokens) for own in own_traces), default=0)
-    starts = found.committed_by_start if found else {}
-    lengths = found.accepted_counts if found else {}
+    starts, lengths = found.committed_by_start, found.accepted_counts
     return Decoding(
         name=run.contender.name,
-        passes=found.passes_per_action if found else 0.0,
-        committed=found.committed_length if found and lengths else 0.0,
+        passes=found.passes_per_action,
+        committed=found.committed_length if lengths else 0.0,
         relaxed_share=_mean([own.relaxed_share for own in own_traces]),
         equal_actions=_mean([own.tokens == other.tokens for own, other, _ in pairs]),
         mean_bins=_mean([float(one.mean()) for one in bins]),
@@ -155,12 +139,11 @@ def summarise_decoding(run: Replay, plain: Replay, spaces: Sequence[ActionSpace]
         mean_mm=_mean_distance(bins, moved, DimensionGroup.MOVE),
         mean_deg=_mean_distance(bins, moved, DimensionGroup.TURN),
         accepted_shares=tuple(
-            found.share_of_length(length) if found else 0.0
-            for length in range(max(lengths, default=-1) + 1)
+            found.share_of_length(length) for length in range(max(lengths, default=-1) + 1)
         ),
         committed_by_start=tuple(starts.get(at, (0.0, 0))[0] for at in range(longest)),
-        committed_by_pass=found.committed_by_pass if found else (),
-        drafted_by_position=found.drafted_by_token if found else (),
+        committed_by_pass=found.committed_by_pass,
+        drafted_by_position=found.drafted_by_token,
         rule=_rule_of(own_traces),
         wait=None if method is None else find_wait(find_method(method).rule),
     )

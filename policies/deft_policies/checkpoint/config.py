@@ -241,22 +241,19 @@ def _read_normalizations(fields: JsonFields) -> tuple[Normalization, ...]:
         pairs = list(zip(fields.rows("means"), fields.rows("stds"), strict=False))
     if not all(len(mean) == len(std) == 3 and 0.0 not in std for mean, std in pairs):
         raise fields.error("tvf_normalize_params", "must hold three means and stds per tower")
-    return tuple(
-        Normalization((mean[0], mean[1], mean[2]), (std[0], std[1], std[2])) for mean, std in pairs
-    )
+    return tuple(Normalization(mean, std) for mean, std in pairs)
 
 
-def _read_fill(fields: JsonFields) -> tuple[int, int, int]:
+def _read_fill(fields: JsonFields) -> tuple[int, ...]:
+    fill: tuple[int, ...] = (0, 0, 0)
     if fields.has("tvf_letterbox_fill"):
         fill = fields.values("tvf_letterbox_fill", int)
     elif fields.has("means"):
         # One fill for all towers: the original computes it per tower and keeps the last.
         fill = tuple(int(255 * mean) for mean in fields.rows("means")[-1])
-    else:
-        fill = (0, 0, 0)
     if len(fill) != 3:
         raise fields.error("tvf_letterbox_fill", "must hold three channels")
-    return fill[0], fill[1], fill[2]
+    return fill
 
 
 def _find_template(fields: JsonFields, directory: Path, name: str) -> PromptTemplate:

@@ -14,13 +14,20 @@ import torch
 from torch import Tensor
 
 from deft_policies.checkpoint.fields import JsonFields
-from deft_policies.checkpoint.tensor_file import read_tensors, write_tensors
+from deft_policies.checkpoint.tensor_file import (
+    describe_misfits,
+    fill_module,
+    read_tensors,
+    shapes_of,
+    write_tensors,
+)
 from deft_policies.errors import CheckpointError
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads, head_sizes
 from deft_policies.model.sizes import LlamaSizes
 from deft_policies.model.tensor_names import layer_places
 
 _MEDUSA_FORMAT = "deft-medusa-1"
+_MOST_HEADS = 64
 _LAYER = "layers.0."
 _ATTENTION = _LAYER + "self_attn."
 # Beside the head's own tensors a published file repeats the target's embedding, and older ones
@@ -42,18 +49,28 @@ def load_head(directory: Path, width: int, like: Tensor) -> EagleHead:
         raise CheckpointError(
             f"{directory} holds neither {ours.name} nor {published.name}: not a draft head"
         )
-    tensors = read_tensors(ours if ours.exists() else published)
+    read = read_tensors(ours if ours.exists() else published)
+    tensors = {name: one for name, one in read.items() if name not in _IGNORED}
     sizes = _read_sizes(directory, tensors)
-    if sizes.width != width:
-        raise CheckpointError(
-            f"{directory}: the draft head is {sizes.width} wide, but the target is {width}; "
-            "a head only fits the model it was trained for"
-        )
+    _check_width(directory, sizes.width, width)
     with torch.device("meta"):
-        head = EagleHead(sizes, _ATTENTION + "q_proj.bias" in tensors)
+        head = EagleHead(sizes)
     head.to_empty(device=like.device).to(like.dtype)
-    _fill(head, directory, tensors)
+    weights = dict(named_weights(head))
+    if misfits := describe_misfits(shapes_of(weights), shapes_of(tensors)):
+        raise CheckpointError(f"{directory}: not a draft head of this layout; {misfits}")
+    with torch.no_grad():
+        for name, parameter in weights.items():
+            parameter.copy_(tensors[name])
     return head.requires_grad_(False).eval()
+
+
+def _check_width(directory: Path, found: int, wanted: int) -> None:
+    if found != wanted:
+        raise CheckpointError(
+            f"{directory}: what it holds is {found} wide, but the target is {wanted}; "
+            "heads only fit the model they were trained for"
+        )
 
 
 def save_head(head: EagleHead, directory: Path, layout: HeadLayout) -> None:
@@ -72,7 +89,7 @@ def save_head(head: EagleHead, directory: Path, layout: HeadLayout) -> None:
         "rms_norm_eps": sizes.norm_eps,
         "rope_theta": sizes.rope_theta,
         "rope_scaling": None,
-        "qkv_bias": head.has_qkv_bias,
+        "qkv_bias": sizes.has_qkv_bias,
     }
     _write_config(config, directory)
     if layout is HeadLayout.SAFETENSORS:
@@ -123,26 +140,8 @@ def _read_sizes(directory: Path, tensors: Mapping[str, Tensor]) -> LlamaSizes:
         norm_eps=config.value("rms_norm_eps", float, 1e-6),
         rope_theta=config.value("rope_theta", float, 10000.0),
         max_positions=config.value("max_position_embeddings", int),
+        has_qkv_bias=_ATTENTION + "q_proj.bias" in tensors,
     )
-
-
-def _fill(head: EagleHead, directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    named = named_weights(head)
-    unknown = sorted(set(tensors) - {name for name, _ in named} - set(_IGNORED))
-    missing = [name for name, _ in named if name not in tensors]
-    if missing or unknown:
-        raise CheckpointError(
-            f"{directory}: not a draft head of this layout; missing: {', '.join(missing) or '-'}; "
-            f"unexpected: {', '.join(unknown) or '-'}"
-        )
-    with torch.no_grad():
-        for name, parameter in named:
-            given = tensors[name]
-            if given.shape != parameter.shape:
-                raise CheckpointError(
-                    f"{directory}: {name} must be {list(parameter.shape)}, got {list(given.shape)}"
-                )
-            parameter.copy_(given)
 
 
 def save_medusa(heads: MedusaHeads, directory: Path) -> None:
@@ -163,18 +162,12 @@ def is_medusa(directory: Path) -> bool:
 
 def load_medusa(directory: Path, width: int, like: Tensor) -> MedusaHeads:
     """Read heads for a target of `width`, on the device and in the dtype of `like`."""
-    path = directory / HeadLayout.SAFETENSORS.value
     if not is_medusa(directory):
         raise CheckpointError(f"{directory}/config.json does not describe Medusa heads")
-    tensors = read_tensors(path)
-    if set(tensors) != {"weight", "bias"}:
-        raise CheckpointError(f"{path} must hold 'weight' and 'bias', got {sorted(tensors)}")
-    num_heads, found = tensors["weight"].shape[0], tensors["weight"].shape[-1]
-    if found != width or tensors["bias"].shape != (num_heads, width):
-        raise CheckpointError(
-            f"{path}: the heads are {found} wide, but the target is {width}; "
-            "heads only fit the model they were trained for"
-        )
-    heads = MedusaHeads(width, num_heads)
-    heads.load_state_dict(dict(tensors))
-    return heads.to(like.device, like.dtype).requires_grad_(False).eval()
+    config = JsonFields.load(directory / "config.json", "export the heads again")
+    _check_width(directory, config.value("hidden_size", int), width)
+    path = directory / HeadLayout.SAFETENSORS.value
+    with torch.device("meta"):
+        heads = MedusaHeads(width, config.count("num_heads", _MOST_HEADS))
+    fill_module(heads, read_tensors(path), path, "export the heads again")
+    return heads.to(like.device, like.dtype)

@@ -30,8 +30,8 @@ from deft_policies.checkpoint.memory import check_memory
 from deft_policies.checkpoint.tensor_file import (
     Shape,
     StoredTensor,
+    describe_misfits,
     find_tensors,
-    list_names,
     require_finite,
 )
 from deft_policies.errors import CheckpointError
@@ -186,25 +186,16 @@ def check_tensors(
 
     Tensors that inference never uses may be missing.
     """
-    wanted = {place.name: place.shape for place in places}
-    missing = [
-        place.name for place in places if place.parameter is not None and place.name not in found
-    ]
-    unexpected = [name for name in found if name not in wanted and not name.endswith(_DERIVED)]
-    wrong = [
-        f"{name} {_say(found[name])} instead of {_say(shape)}"
-        for name, shape in wanted.items()
-        if found.get(name, shape) != shape
-    ]
-    found_so = {"missing": missing, "unexpected": unexpected, "of the wrong shape": wrong}
-    problems = [
-        f"{len(names)} {problem}: {list_names(names)}"
-        for problem, names in found_so.items()
-        if names
-    ]
-    if problems:
+    wanted = {
+        place.name: place.shape
+        for place in places
+        if place.parameter is not None or place.name in found
+    }
+    read = {name: shape for name, shape in found.items() if not name.endswith(_DERIVED)}
+    misfits = describe_misfits(wanted, read)
+    if misfits:
         raise CheckpointError(
-            f"the tensors in {directory} do not fit its {CONFIG_FILE}: {'; '.join(problems)}; "
+            f"the tensors in {directory} do not fit its {CONFIG_FILE}: {misfits}; "
             f"restore the {CONFIG_FILE} and weight files of one and the same model"
         )
 
@@ -248,7 +239,3 @@ def _parts(model: OpenVLAModel) -> Iterator[tuple[str, nn.Module]]:
             yield f"decoder.{name}.", part
     for index, layer in enumerate(model.decoder.layers):
         yield f"decoder.layers.{index}.", layer
-
-
-def _say(shape: Shape) -> str:
-    return "x".join(str(size) for size in shape)

@@ -9,17 +9,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from deft_policies.checkpoint.fields import JsonFields
 from deft_policies.errors import CheckpointError
 
 Shape = tuple[int, ...]
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 MODEL_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -125,6 +126,39 @@ def list_names(names: Iterable[str]) -> str:
     ordered = sorted(names)
     shown, others = ordered[:_MOST_NAMES], ordered[_MOST_NAMES:]
     return ", ".join(shown) + (f" and {len(others)} more" if others else "")
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
+    """Shapes by name."""
+    return {name: tuple(one.shape) for name, one in tensors.items()}
+
+
+def describe_misfits(wanted: Mapping[str, Shape], found: Mapping[str, Shape]) -> str:
+    """How tensors differ from those that are wanted, in words; empty where they do not."""
+    shared = [name for name in wanted if name in found]
+    misfits = {
+        "missing": wanted.keys() - found.keys(),
+        "unexpected": found.keys() - wanted.keys(),
+        "of the wrong shape": [
+            f"{name} {_say(found[name])} instead of {_say(wanted[name])}"
+            for name in shared
+            if found[name] != wanted[name]
+        ],
+    }
+    said = [f"{len(names)} {kind}: {list_names(names)}" for kind, names in misfits.items() if names]
+    return "; ".join(said)
+
+
+def _say(shape: Shape) -> str:
+    return "x".join(str(size) for size in shape)
+
+
+def fill_module(module: ModuleT, tensors: Mapping[str, Tensor], path: Path, remedy: str) -> ModuleT:
+    """Give a module, which may be on the meta device, the tensors of a file, which must fit."""
+    if misfits := describe_misfits(shapes_of(module.state_dict()), shapes_of(tensors)):
+        raise CheckpointError(f"{path} does not fit the model; {misfits}; {remedy}")
+    module.load_state_dict(dict(tensors), assign=True)
+    return module.eval().requires_grad_(False)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

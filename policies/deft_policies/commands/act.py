@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +12,10 @@ from PIL import Image as PillowImage
 from PIL import UnidentifiedImageError
 
 from deft_client.commands.program import CommandParser
+from deft_client.errors import WireError
 from deft_client.types import ActOptions, DecodeTrace, Image, Observation
+from deft_client.wire.fields import SENTENCE, Kind, ReadContext, list_of, record_of
 from deft_policies.base import ActAnswer, ActRequest, Policy
-from deft_policies.checkpoint.fields import JsonFields
 from deft_policies.commands.parse import parse_command, run_command
 from deft_policies.errors import PolicyError, RequestError
 from deft_policies.memory import SessionMemory
@@ -37,7 +38,8 @@ class Case:
     reasoning: bool | None = None  # think aloud; None: where the policy does so without being asked
 
 
-_FIELDS = {one.name for one in fields(Case)}
+_PATH = Kind(lambda *given: Path(SENTENCE.read(*given)), SENTENCE.schema)
+_CASE = record_of(Case, {"image": _PATH, "instruction": SENTENCE, "wrist_images": list_of(_PATH)})
 
 
 def main(arguments: list[str]) -> int:
@@ -188,31 +190,18 @@ def _describe(answer: ActAnswer) -> dict[str, object]:
 
 def _read_case(line: str, where: str, folder: Path) -> Case:
     try:
-        entries = json.loads(line)
-    except ValueError as error:
-        raise PolicyError(f"{where} is not JSON: {error}") from None
-    if not isinstance(entries, dict):
-        raise PolicyError(f"{where} must be an object with image and instruction, got {entries!r}")
-    if unknown := sorted(set(entries) - _FIELDS):
-        raise PolicyError(f"{where} has unknown fields {unknown}; known: {sorted(_FIELDS)}")
-    given = JsonFields(Path(where), entries)
-    image, instruction = (given.value(name, str) for name in ("image", "instruction"))
-    wrists = given.values("wrist_images", str, ())
-    return Case(
-        instruction=instruction,
-        state=given.values("state", float) if given.has("state") else None,
-        statistics_key=given.optional("statistics_key", str),
-        session_id=given.optional("session_id", str),
-        max_tokens=given.optional("max_tokens", int),
-        reasoning=given.optional("reasoning", bool),
-        image=_find_image(image, where, folder),
-        wrist_images=tuple(_find_image(one, where, folder) for one in wrists),
-    )
+        case = _CASE.read(json.loads(line), "", ReadContext(is_json=True))
+    except (ValueError, WireError) as error:
+        raise PolicyError(
+            f"{where} must be an object with image and instruction; {error}"
+        ) from None
+    wrists = tuple(_find_image(one, where, folder) for one in case.wrist_images)
+    return replace(case, image=_find_image(case.image, where, folder), wrist_images=wrists)
 
 
-def _find_image(name: str, where: str, folder: Path) -> Path:
+def _find_image(name: Path, where: str, folder: Path) -> Path:
     """Paths may be relative to the file that names them."""
-    found = next((path for path in (Path(name), folder / name) if path.exists()), None)
+    found = next((path for path in (name, folder / name) if path.exists()), None)
     if found is None:
         raise PolicyError(f"{where}: image {name} does not exist")
     return found

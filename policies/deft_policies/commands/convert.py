@@ -8,7 +8,7 @@ from deft_client.commands.program import CommandParser
 from deft_policies.checkpoint.tensor_file import read_tensors, write_tensors
 from deft_policies.commands.parse import run_command
 from deft_policies.errors import CheckpointError
-from deft_policies.families.oft.files import PICKLE_SUFFIX, SAFETENSORS_SUFFIX, OftFile, find_file
+from deft_policies.families.oft.files import PARTS, PICKLE_SUFFIX, SAFETENSORS_SUFFIX, find_file
 
 PROG = "deft convert"
 
@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> int:
     directory: Path = parser.parse_args(arguments).directory
 
     def run() -> int:
-        found = [find_file(directory, one) for one in OftFile]
+        found = [find_file(directory, one) for one in PARTS]
         pickles = [path for path in found if path is not None and path.suffix == PICKLE_SUFFIX]
         if not pickles:
             raise CheckpointError(

@@ -25,9 +25,14 @@ from deft_policies.decoding.batch import AnswerSpec
 from deft_policies.errors import CheckpointError, NoActionError
 from deft_policies.families.family import Values
 from deft_policies.families.network import load_network
-from deft_policies.families.openvla import OpenVLA, OpenVLAFamily, check_one_action, open_files
+from deft_policies.families.openvla import (
+    OpenVLA,
+    OpenVLAFamily,
+    VlaTarget,
+    check_one_action,
+    open_files,
+)
 from deft_policies.families.options import ModelOptions
-from deft_policies.families.target import VlaTarget
 from deft_policies.model.graphs import StepRunner
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.prompt import EOS_PIECE, PromptEncoder, PromptTemplate

@@ -6,7 +6,7 @@ are; `families.policy` does the rest, the same for all.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -24,7 +24,6 @@ from deft_policies.decoding.engine import WIDEST
 from deft_policies.decoding.target import Prompts, Target
 from deft_policies.errors import RequestError
 from deft_policies.families.options import ModelOptions
-from deft_policies.families.target import Encode
 from deft_policies.model.graphs import StepRunner
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.sizes import VlaConfig
@@ -32,6 +31,7 @@ from deft_policies.model.statistics import ActionStatistics
 from deft_policies.model.tensor_names import TensorPlace
 from deft_policies.model.vla import VlaNetwork
 
+Encode = Callable[[str], Sequence[int]]  # an instruction to the ids of the whole prompt
 Values = NDArray[np.int64] | NDArray[np.float32]  # action tokens, or normalised actions
 
 

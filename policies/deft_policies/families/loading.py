@@ -23,15 +23,16 @@ from deft_policies.families.ecot import EcotFamily
 from deft_policies.families.family import Family, TokenModel
 from deft_policies.families.network import DTYPES, choose_device, choose_precision
 from deft_policies.families.oft.family import OftFamily
-from deft_policies.families.openvla import OpenVLA, OpenVLAFamily
+from deft_policies.families.openvla import OpenVLA, OpenVLAFamily, VlaTarget
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy, choose_method
-from deft_policies.families.target import VlaTarget
 from deft_policies.families.vla0.family import Vla0Family
 from deft_policies.families.vla0.run_folder import MODEL_FOLDER
 from deft_policies.model.formats import Quantization
 from deft_policies.model.quantization import check_quantization
 from deft_policies.model.statistics import find_statistics_key
+
+Judged = tuple[Verdict, str]  # of something examined
 
 _log = logging.getLogger(__name__)
 _GIB = 1024**3
@@ -206,13 +207,15 @@ def examine(options: ModelOptions) -> list[Finding]:
     except PolicyError as error:
         return [*found, Finding("checkpoint", Verdict.BAD, str(error))]
     text = f"{name}: all tensors, tokenizer and statistics of {family.summary}"
-    found.append(Finding("checkpoint", Verdict.GOOD, text))
-    found.append(_tried("memory", lambda: _examine_memory(family, options)))
-    found.append(_tried("statistics", lambda: _examine_statistics(family, options)))
-    return found
+    return [
+        *found,
+        Finding("checkpoint", Verdict.GOOD, text),
+        _tried("memory", lambda: _examine_memory(family, options)),
+        _tried("statistics", lambda: _examine_statistics(family, options)),
+    ]
 
 
-def _examine_device(options: ModelOptions) -> Finding:
+def _examine_device(options: ModelOptions) -> Judged:
     device = choose_device(options.device)
     precision, reason = choose_precision(options, device)
     check_quantization(options.quantization, device, DTYPES[precision])
@@ -221,32 +224,30 @@ def _examine_device(options: ModelOptions) -> Finding:
     format_ = f"{precision.value} ({reason})"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        return Finding(
-            "device", Verdict.GOOD, f"{name}{memory}, torch {torch.__version__}, {format_}"
-        )
+        return Verdict.GOOD, f"{name}{memory}, torch {torch.__version__}, {format_}"
     text = f"the CPU{memory}, torch {torch.__version__}, {format_}; large models are slow on it"
-    return Finding("device", Verdict.DOUBTFUL, text)
+    return Verdict.DOUBTFUL, text
 
 
-def _examine_memory(family: Family, options: ModelOptions) -> Finding:
+def _examine_memory(family: Family, options: ModelOptions) -> Judged:
     device = choose_device(options.device)
     precision, reason = choose_precision(options, device, family.config)
     need = check_memory(family.places, device, DTYPES[precision], options.quantization)
     text = f"needs about {need / _GIB:.1f} GiB on {device} in {precision.value} ({reason})"
-    return Finding("memory", Verdict.GOOD, text)
+    return Verdict.GOOD, text
 
 
-def _examine_statistics(family: Family, options: ModelOptions) -> Finding:
+def _examine_statistics(family: Family, options: ModelOptions) -> Judged:
     keys = tuple(family.config.statistics)
     if options.statistics_key is None and len(keys) > 1:
         text = f"no default; every frame must name one of {', '.join(keys)}"
-        return Finding("statistics", Verdict.DOUBTFUL, text)
+        return Verdict.DOUBTFUL, text
     chosen = find_statistics_key(keys, options.statistics_key)
-    return Finding("statistics", Verdict.GOOD, f"{chosen} of {', '.join(keys)}")
+    return Verdict.GOOD, f"{chosen} of {', '.join(keys)}"
 
 
-def _tried(subject: str, look: Callable[[], Finding]) -> Finding:
+def _tried(subject: str, look: Callable[[], Judged]) -> Finding:
     try:
-        return look()
+        return Finding(subject, *look())
     except PolicyError as error:
         return Finding(subject, Verdict.BAD, str(error))

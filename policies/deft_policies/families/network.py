@@ -14,8 +14,8 @@ from deft_policies.decoding.methods import AUTOREGRESSIVE
 from deft_policies.decoding.target import Prompts, Target
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.errors import CheckpointError, DeviceError
+from deft_policies.families.family import Encode
 from deft_policies.families.options import ModelOptions
-from deft_policies.families.target import Encode
 from deft_policies.model.formats import Precision, Quantization
 from deft_policies.model.graphs import Reserve, StepRunner, capture_on_cuda
 from deft_policies.model.kv_cache import STRIP
@@ -59,11 +59,9 @@ def choose_precision(
     if options.usual_precision is not None:
         return options.usual_precision, "as the policy's files ask"
     if device.type == "cuda":
-        usual, reason = Precision.BFLOAT16, "the default on a GPU"
-    else:
-        usual, reason = Precision.FLOAT32, "the default on a CPU"
-    is_plain = options.quantization is Quantization.NONE
-    if device.type != "cpu" or not is_plain or not multiplies_bfloat16():
+        return Precision.BFLOAT16, "the default on a GPU"
+    usual, reason = Precision.FLOAT32, "the default on a CPU"
+    if options.quantization is not Quantization.NONE or not multiplies_bfloat16():
         return usual, reason
     if config is None:
         return usual, f"{reason}, unless bfloat16 is found faster at the start"

@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from deft_client.image_chain import ImageChain
 from deft_client.types import Observation
@@ -14,28 +15,79 @@ from deft_policies.checkpoint.open import Checkpoint, CheckpointSource, open_sou
 from deft_policies.decoding.batch import AnswerSpec
 from deft_policies.decoding.clock import Stage, StageClock
 from deft_policies.decoding.plan import MOST_LEVELS
-from deft_policies.decoding.target import Prompts
+from deft_policies.decoding.target import Prompts, Target
 from deft_policies.errors import CheckpointError
 from deft_policies.families.action_tokens import ActionCodec
-from deft_policies.families.family import Family, Model, TokenModel, Values
+from deft_policies.families.family import Encode, Family, Model, TokenModel, Values
 from deft_policies.families.network import (
     LONGEST_INSTRUCTION,
     choose_runner,
     load_network,
     named_sizes,
 )
-from deft_policies.families.oft.files import OftFile, find_file, sign_of_oft
+from deft_policies.families.oft.files import HEAD, find_file, sign_of_oft
 from deft_policies.families.options import OF_REASONING, ModelOptions
-from deft_policies.families.target import Encode, VlaTarget
 from deft_policies.model.formats import Quantization
-from deft_policies.model.graphs import Reserve, StepRunner
+from deft_policies.model.graphs import Reserve, StepRunner, Tensors
 from deft_policies.model.image import ImageProcessor
+from deft_policies.model.layout import pad_batch
 from deft_policies.model.sizes import OpenVLAConfig
+from deft_policies.model.staging import to_device
 from deft_policies.model.statistics import ActionStatistics
 from deft_policies.model.tensor_names import TensorPlace, tensor_places
 from deft_policies.model.vla import OpenVLAModel
 
 _CPU = torch.device("cpu")
+_BESIDE_PATCHES = 1  # patches come right after the first id
+
+
+class VlaTarget(Target):
+    """The decoder of an OpenVLA model, with the vision towers before it."""
+
+    def __init__(
+        self,
+        model: OpenVLAModel,
+        *,
+        action_rows_only: bool = False,
+        runner: StepRunner | None = None,
+    ) -> None:
+        super().__init__(
+            model.decoder,
+            model.config.vocabulary.tokens,
+            action_rows_only=action_rows_only,
+            runner=runner,
+        )
+        self.model = model
+        if self.reads_lengths:
+            model.pack_vision()
+
+    @torch.no_grad()
+    def read(self, pixels: Tensor, prompt_ids: Sequence[Sequence[int]]) -> Prompts:
+        """Look at [row, channel, height, width] and lay the prompts around the patches.
+
+        Shorter prompts are padded on the right with their last id, which nothing attends to.
+        """
+        longest = max(len(ids) for ids in prompt_ids)
+        padded = [[*ids, *([ids[-1]] * (longest - len(ids)))] for ids in prompt_ids]
+        ids = to_device(padded, self.device)
+        texts = to_device([len(row) for row in prompt_ids], self.device)
+        reserve = self.runner.reserve
+        if reserve is not None and len(pixels) <= reserve.rows:
+            pixels = pad_batch(pixels)
+        patches, features = self.runner.run((self, "see", *pixels.shape), self._see_step, (pixels,))
+        patches, features = patches[: len(ids)], features[: len(ids)]
+        num_patches = patches.shape[1]
+        return Prompts(
+            embeds=self.model.compose(patches, ids),
+            lengths=texts + num_patches,
+            last_tokens=ids[:, -1],
+            patches=slice(_BESIDE_PATCHES, _BESIDE_PATCHES + num_patches),
+            features=features.clone(),  # a captured step overwrites its outputs next time
+        )
+
+    def _see_step(self, pixels: Tensor) -> Tensors:
+        features = self.model.look(pixels)
+        return self.model.projector(features), features.mean(dim=1)
 
 
 class OpenVLA(TokenModel):
@@ -206,7 +258,7 @@ def check_one_action(options: ModelOptions, family: str) -> None:
 def open_files(source: CheckpointSource, options: ModelOptions) -> Checkpoint:
     """Check all of a checkpoint's files; raises `CheckpointError` if they are, or may be, OFT's."""
     checkpoint = open_source(source)
-    head = find_file(source.tuned, OftFile.HEAD)
+    head = find_file(source.tuned, HEAD)
     if head is not None:
         raise CheckpointError(
             f"{head} is the head of an OFT fine-tune; leave --family away or say --family oft, "
@@ -215,7 +267,7 @@ def open_files(source: CheckpointSource, options: ModelOptions) -> Checkpoint:
     reason = sign_of_oft(source)
     if options.num_steps is None and reason:
         raise CheckpointError(
-            f"{source.tuned} has no *{OftFile.HEAD.value}*checkpoint*, but {reason}, as OFT's "
+            f"{source.tuned} has no *{HEAD}*checkpoint*, but {reason}, as OFT's "
             "fine-tunes have: say --chunk 1 if it is OpenVLA's, or --chunk 8 --pictures 1 "
             "(LIBERO; --chunk 5 for Bridge) if it is OFT's and answers with tokens"
         )

@@ -250,12 +250,11 @@ class VlaPolicy:
             for way in self._token_models
         ]
         every = dict.fromkeys((self.method.name, *names))
-        for index, name in enumerate(every):
-            seconds = time.perf_counter() - started
-            left = (
-                f"about {seconds / index * (len(every) - index):.0f} s to go" if index else "first"
+        for index, name in enumerate(every, 1):
+            took = time.perf_counter() - started
+            _log.info(
+                "capturing rounds of %s (%d of %d), %.0f s so far", name, index, len(every), took
             )
-            _log.info("capturing rounds of %s (%d of %d): %s", name, index + 1, len(every), left)
             method = self.method_for(ActOptions(decoding=name))
             for way, prompts in batches:
                 lengths = {form.max_tokens: form for form in way.forms.values()}
@@ -364,13 +363,11 @@ class VlaPolicy:
         for frame, (values, trace) in zip(frames, found, strict=True):
             self._answer(frame, values, trace)
         clock.lap(Stage.FINISH)
-        timings: dict[int, StageTimings] = {}  # by when they began
+        by_start = {id(frame.clocks[0]): frame.clocks for frame in frames}
+        timings = {start: _sum_timings(clocks) for start, clocks in by_start.items()}
         for frame in frames:
-            began = id(frame.clocks[0])
-            if began not in timings:
-                timings[began] = _sum_timings(frame.clocks)
             if frame.answer is not None:
-                chunk = replace(frame.answer.chunk, timings=timings[began])
+                chunk = replace(frame.answer.chunk, timings=timings[id(frame.clocks[0])])
                 frame.answer = replace(frame.answer, chunk=chunk)
         return frames
 

@@ -31,14 +31,11 @@ class EagleHead(nn.Module):
     e_{t+1}, and yields a guess of f_{t+1}. All are [row, position, width].
     """
 
-    def __init__(self, sizes: LlamaSizes, has_qkv_bias: bool = False) -> None:
+    def __init__(self, sizes: LlamaSizes) -> None:
         super().__init__()
-        self.sizes, self.width, self.has_qkv_bias = sizes, sizes.width, has_qkv_bias
+        self.sizes, self.width = sizes, sizes.width
         self.fc = nn.Linear(2 * sizes.width, sizes.width)
         self.attention = LlamaAttention(sizes)
-        if has_qkv_bias:
-            fused = self.attention.qkv
-            self.attention.qkv = nn.Linear(fused.in_features, fused.out_features)
         self.mlp_norm = RMSNorm(sizes.width, sizes.norm_eps)
         self.mlp = GatedMLP(sizes.width, sizes.mlp_width)
         self.rotary = RotaryTable(sizes)

@@ -5,6 +5,7 @@ on any device, and only the bytes need to travel there.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ class ImageProcessor:
     def __init__(self, config: ImageProcessorConfig, chain: ImageChain) -> None:
         self._config = config
         self.chain = chain  # what is done to a frame before the checkpoint's own resize
-        self._table = torch.from_numpy(build_normalization_table(config))
+        self._table = lru_cache(maxsize=4)(self._build_table)  # only the first frame pays
 
     def fit(self, image: Image) -> Image:
         """Bring a frame to the towers' size, uint8 [size, size, 3]."""
@@ -41,20 +42,15 @@ class ImageProcessor:
         The towers' channels stand side by side, in the towers' order.
         """
         frames = to_device(np.stack(fitted), device)
-        table = self._place_table(frames.device, dtype).view(1, -1, 3, 256)
+        table = self._table(frames.device, dtype).view(1, -1, 3, 256)
         rows, height, width, _ = frames.shape
         codes = frames.permute(0, 3, 1, 2).reshape(rows, 1, 3, -1).long()
         towers = table.shape[1]
         values = table.expand(rows, -1, -1, -1).gather(3, codes.expand(-1, towers, -1, -1))
         return values.view(rows, 3 * towers, height, width)
 
-    def _place_table(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """The table where and as it is needed; kept, so that only the first frame pays."""
-        if self._table.device != device or self._table.dtype != dtype:
-            # Always from float32: rounding twice is not rounding once.
-            table = torch.from_numpy(build_normalization_table(self._config))
-            self._table = table.to(device, dtype)
-        return self._table
+    def _build_table(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        return torch.from_numpy(build_normalization_table(self._config)).to(device, dtype)
 
 
 def build_normalization_table(config: ImageProcessorConfig) -> NDArray[np.float32]:
@@ -79,7 +75,7 @@ def resize_like_processor(image: Image, config: ImageProcessorConfig) -> Image:
     return np.array(picture.crop((left, top, left + size, top + size)))
 
 
-def _pad_to_square(picture: PillowImage.Image, fill: tuple[int, int, int]) -> PillowImage.Image:
+def _pad_to_square(picture: PillowImage.Image, fill: tuple[int, ...]) -> PillowImage.Image:
     """Put the frame in the middle of a square; an odd rest stays missing, as in the original."""
     longer = max(picture.size)
     across, down = (longer - picture.width) // 2, (longer - picture.height) // 2

@@ -56,11 +56,11 @@ def quantize_linears(
     """
     if quantization is Quantization.NONE:
         return []
-    kept = [name for name, linear in _linears(module) if not _fits(linear, quantization, device)]
-    keep = set(kept)
+    linears = {name: one for name, one in module.named_modules() if isinstance(one, nn.Linear)}
+    kept = [name for name, one in linears.items() if not _fits(one, quantization, device)]
     if quantization is Quantization.FP8:
-        for name, linear in list(_linears(module)):
-            if name not in keep:
+        for name, linear in linears.items():
+            if name not in kept:
                 module.set_submodule(name, Fp8Linear(linear))
         return kept
     library = _import_torchao()
@@ -68,15 +68,9 @@ def quantize_linears(
         library.quantize_(
             module,
             _config(library, quantization, device),
-            filter_fn=lambda one, name: isinstance(one, nn.Linear) and name not in keep,
+            filter_fn=lambda one, name: isinstance(one, nn.Linear) and name not in kept,
         )
     return kept
-
-
-def _linears(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    for name, one in module.named_modules():
-        if isinstance(one, nn.Linear):
-            yield name, one
 
 
 def _fits(linear: nn.Linear, quantization: Quantization, device: torch.device) -> bool:

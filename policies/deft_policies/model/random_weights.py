@@ -28,46 +28,18 @@ from deft_policies.model.statistics import ActionStatistics
 from deft_policies.model.vla import OpenVLAModel
 
 STATISTICS_KEY = "random"
-_HALVES = (0.5, 0.5, 0.5)
+_HALVES = Normalization((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+# Width, depth, heads and MLP width.
+_DINOV2 = TowerConfig(TowerFamily.DINOV2, "vision_backbone.featurizer", 1024, 24, 16, 4096)
+_SIGLIP = TowerConfig(TowerFamily.SIGLIP, "vision_backbone.fused_featurizer", 1152, 27, 16, 4304)
 
 
 def openvla_7b() -> OpenVLAConfig:
     """The sizes of the published 7B."""
     return OpenVLAConfig(
-        llm=LlamaSizes(
-            vocabulary=32064,
-            width=4096,
-            mlp_width=11008,
-            num_layers=32,
-            num_heads=32,
-            num_kv_heads=32,
-            head_dim=128,
-        ),
-        towers=(
-            TowerConfig(
-                TowerFamily.DINOV2,
-                "vision_backbone.featurizer",
-                width=1024,
-                depth=24,
-                heads=16,
-                mlp=4096,
-            ),
-            TowerConfig(
-                TowerFamily.SIGLIP,
-                "vision_backbone.fused_featurizer",
-                width=1152,
-                depth=27,
-                heads=16,
-                mlp=4304,
-            ),
-        ),
-        image=ImageProcessorConfig(
-            resize=ResizeStrategy.NAIVE,
-            size=224,
-            is_stretched=True,
-            letterbox_fill=(127, 127, 127),
-            normalizations=(Normalization(_HALVES, _HALVES),) * 2,
-        ),
+        llm=_llama(32064, 4096, 11008, num_layers=32, num_heads=32),
+        towers=(_DINOV2, _SIGLIP),
+        image=ImageProcessorConfig(ResizeStrategy.NAIVE, 224, (127, 127, 127), (_HALVES,) * 2),
         vocabulary=ActionVocabulary(text_vocab_size=32000),
         prompt_template=PromptTemplate.OPENVLA,
         statistics={STATISTICS_KEY: unit_statistics()},
@@ -76,22 +48,20 @@ def openvla_7b() -> OpenVLAConfig:
 
 def openvla_small() -> OpenVLAConfig:
     """A model that answers on a laptop, with the 7B's ratio of decoder to towers."""
-    sizes = openvla_7b()
-    towers = (replace(one, width=96, depth=5, heads=3, mlp=384) for one in sizes.towers)
+    towers = (replace(one, width=96, depth=5, heads=3, mlp=384) for one in (_DINOV2, _SIGLIP))
     return replace(
-        sizes,
-        llm=LlamaSizes(
-            vocabulary=1088,
-            width=256,
-            mlp_width=688,
-            num_layers=12,
-            num_heads=8,
-            num_kv_heads=8,
-            head_dim=32,
-        ),
+        openvla_7b(),
+        llm=_llama(1088, 256, 688, num_layers=12, num_heads=8),
         towers=tuple(towers),
         vocabulary=ActionVocabulary(text_vocab_size=1024),
     )
+
+
+def _llama(
+    vocabulary: int, width: int, mlp_width: int, num_layers: int, num_heads: int
+) -> LlamaSizes:
+    head_dim = width // num_heads
+    return LlamaSizes(vocabulary, width, mlp_width, num_layers, num_heads, num_heads, head_dim)
 
 
 NAMED_SIZES: Mapping[str, Callable[[], OpenVLAConfig]] = MappingProxyType(

@@ -88,24 +88,17 @@ class TowerConfig:
         return (self.image_size // self.patch_size) ** 2
 
     @property
-    def num_registers(self) -> int:
-        """Register tokens; with the class token they come before the patches."""
-        return 4 if self.family is TowerFamily.DINOV2 else 0
+    def is_dino(self) -> bool:
+        """Whether it has class token, registers and LayerScale; else it has SigLIP's pooling head.
 
-    @property
-    def has_class_token(self) -> bool:
-        """True if a class token (and registers) are dropped from the output."""
+        The two tokens are dropped from the output, and inference never uses the pooling head.
+        """
         return self.family is TowerFamily.DINOV2
 
     @property
-    def has_layer_scale(self) -> bool:
-        """True if each residual branch is scaled by a learnt vector."""
-        return self.family is TowerFamily.DINOV2
-
-    @property
-    def has_attention_pool(self) -> bool:
-        """True if the checkpoint carries a pooling head (which inference never uses)."""
-        return self.family is TowerFamily.SIGLIP
+    def num_leading(self) -> int:
+        """Tokens before the patches: the class token and four registers."""
+        return 5 if self.is_dino else 0
 
     @property
     def num_used_blocks(self) -> int:
@@ -117,8 +110,8 @@ class TowerConfig:
 class Normalization:
     """Mean and standard deviation of the three channels that one tower sees."""
 
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -131,7 +124,7 @@ class ImageProcessorConfig:
 
     resize: ResizeStrategy
     size: int
-    letterbox_fill: tuple[int, int, int]
+    letterbox_fill: tuple[int, ...]
     normalizations: tuple[Normalization, ...]  # [tower]
     is_stretched: bool = True
 

@@ -50,10 +50,9 @@ def _with_bias(theirs: str, ours: str | None, shape: Shape) -> Iterator[TensorPl
 
 def _tower(sizes: TowerConfig) -> Iterator[TensorPlace]:
     width, patch = sizes.width, sizes.patch_size
-    if sizes.has_class_token:
+    if sizes.is_dino:
         yield TensorPlace("cls_token", (1, 1, width), "class_token")
-    if sizes.num_registers:
-        yield TensorPlace("reg_token", (1, sizes.num_registers, width), "registers")
+        yield TensorPlace("reg_token", (1, sizes.num_leading - 1, width), "registers")
     yield TensorPlace("pos_embed", (1, sizes.num_patches, width), "position")
     yield TensorPlace("patch_embed.proj.weight", (width, 3, patch, patch), "patch.weight")
     yield TensorPlace("patch_embed.proj.bias", (width,), "patch.bias")
@@ -63,7 +62,7 @@ def _tower(sizes: TowerConfig) -> Iterator[TensorPlace]:
             ours = f"blocks.{index}.{place.parameter}" if is_used else None
             yield replace(place, name=f"blocks.{index}.{place.name}", parameter=ours)
     yield from _with_bias("norm", None, (width,))
-    if sizes.has_attention_pool:
+    if not sizes.is_dino:
         yield from _attention_pool(sizes)
 
 
@@ -72,12 +71,12 @@ def _block(sizes: TowerConfig) -> Iterator[TensorPlace]:
     yield from _with_bias("norm1", "norm1", (width,))
     yield from _with_bias("attn.qkv", "qkv", (3 * width, width))
     yield from _with_bias("attn.proj", "out", (width, width))
-    if sizes.has_layer_scale:
+    if sizes.is_dino:
         yield TensorPlace("ls1.scale_factor", (width,), "scale1")
     yield from _with_bias("norm2", "norm2", (width,))
     yield from _with_bias("mlp.fc1", "mlp_in", (mlp_width, width))
     yield from _with_bias("mlp.fc2", "mlp_out", (width, mlp_width))
-    if sizes.has_layer_scale:
+    if sizes.is_dino:
         yield TensorPlace("ls2.scale_factor", (width,), "scale2")
 
 

@@ -47,8 +47,8 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(width, eps=eps)
         self.mlp_in = PackableLinear(width, sizes.mlp, has_gelu=True)
         self.mlp_out = PackableLinear(sizes.mlp, width)
-        self.scale1 = nn.Parameter(torch.ones(width)) if sizes.has_layer_scale else None
-        self.scale2 = nn.Parameter(torch.ones(width)) if sizes.has_layer_scale else None
+        self.scale1 = nn.Parameter(torch.ones(width)) if sizes.is_dino else None
+        self.scale2 = nn.Parameter(torch.ones(width)) if sizes.is_dino else None
 
     def forward(self, tokens: Tensor, modulation: Tensor | None = None) -> Tensor:
         """[row, token, width] in and out; see `VisionTransformer.forward` for the modulation."""
@@ -82,8 +82,9 @@ class VisionTransformer(nn.Module):
         self.sizes = sizes
         self.patch = nn.Conv2d(3, sizes.width, sizes.patch_size, sizes.patch_size)
         self.position = nn.Parameter(torch.zeros(1, sizes.num_patches, sizes.width))
-        self.class_token = _tokens(int(sizes.has_class_token), sizes.width)
-        self.registers = _tokens(sizes.num_registers, sizes.width)
+        if sizes.is_dino:
+            self.class_token = nn.Parameter(torch.zeros(1, 1, sizes.width))
+            self.registers = nn.Parameter(torch.zeros(1, sizes.num_leading - 1, sizes.width))
         self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.num_used_blocks))
         self.kernels: FusedKernels | None = None  # for inference
 
@@ -94,8 +95,8 @@ class VisionTransformer(nn.Module):
         block applies to all its tokens between attention and MLP (FiLM).
         """
         tokens = self._embed(pixels)
-        before = [part for part in (self.class_token, self.registers) if part is not None]
-        if before:
+        if self.sizes.is_dino:
+            before = (self.class_token, self.registers)
             wide = [part.expand(len(pixels), -1, -1) for part in before]
             tokens = torch.cat((*wide, tokens), dim=1)
         if self.kernels is None or modulations is not None:
@@ -124,7 +125,3 @@ class VisionTransformer(nn.Module):
         return (
             functional.linear(flat, self.patch.weight.flatten(1), self.patch.bias) + self.position
         )
-
-
-def _tokens(count: int, width: int) -> nn.Parameter | None:
-    return nn.Parameter(torch.zeros(1, count, width)) if count else None

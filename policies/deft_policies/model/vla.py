@@ -6,7 +6,6 @@ The same modules serve inference, where the decoder runs through its cache, and 
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,14 +22,6 @@ from deft_policies.model.vision import Projector, VisionTransformer
 
 if TYPE_CHECKING:
     from deft_policies.model.kernels.launch import FusedKernels
-
-
-@dataclass(frozen=True)
-class Sight:
-    """What the vision side makes of a batch of frames."""
-
-    features: Tensor  # [row, patch, vision_width], the towers side by side
-    patches: Tensor  # [row, patch, width], projected: inputs of the decoder
 
 
 class VlaNetwork(nn.Module):
@@ -86,8 +77,13 @@ class OpenVLAModel(VlaNetwork):
         allocate(model, device)
         return model.eval()
 
-    def see(self, pixels: Tensor, modulations: Sequence[Tensor | None] | None = None) -> Sight:
-        """Run the towers on [row, 3 * tower, height, width] and project what they return.
+    def see(self, pixels: Tensor, modulations: Sequence[Tensor | None] | None = None) -> Tensor:
+        """Patches [row, patch, width], inputs of the decoder: see `look`."""
+        patches: Tensor = self.projector(self.look(pixels, modulations))
+        return patches
+
+    def look(self, pixels: Tensor, modulations: Sequence[Tensor | None] | None = None) -> Tensor:
+        """Features [row, patch, vision_width] of [row, 3 * tower, height, width], side by side.
 
         `modulations`, one of each tower, are what an instruction does to the towers' channels.
         """
@@ -98,8 +94,7 @@ class OpenVLAModel(VlaNetwork):
             for tower, view, change in zip(self.towers, views, changes, strict=True)
         ]
         seen = run_side_by_side(work, pixels.device)
-        features = seen[0] if len(seen) == 1 else torch.cat(seen, dim=2)
-        return Sight(features, self.projector(features))
+        return seen[0] if len(seen) == 1 else torch.cat(seen, dim=2)
 
     def compose(self, patches: Tensor, ids: Tensor) -> Tensor:
         """Decoder inputs [row, position, width]: first id, patches, the other ids.
@@ -114,7 +109,7 @@ class OpenVLAModel(VlaNetwork):
 
         `ids` holds prompt and answer; `decoder.head` turns hidden states into logits.
         """
-        hidden: Tensor = self.decoder(self.compose(self.see(pixels).patches, ids))
+        hidden: Tensor = self.decoder(self.compose(self.see(pixels), ids))
         return hidden
 
     def fuse(self, kernels: "FusedKernels") -> None:

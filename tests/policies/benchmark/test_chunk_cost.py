@@ -10,7 +10,6 @@ from deft_policies.benchmark.replay import Contender, ReplayFrame, generate_fram
 from deft_policies.benchmark.roofline import (
     Cost,
     DeviceRates,
-    PassTokens,
     WeightBytes,
     decoder_cost,
     module_cost,
@@ -48,9 +47,9 @@ def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_limits_of_a_7b_pass_on_an_h200_follow_from_arithmetic() -> None:
     """Two pictures, a state, 33 ids and 56 values: 603 positions, bound by what is computed."""
     llm = openvla_7b().llm
-    one = decoder_cost(llm, 1, PassTokens(0, 603, 0, 0), BF16)
+    one = decoder_cost(llm, 1, BF16, 0, 603, 0, 0)
     assert one.num_flops == pytest.approx(2 * 6.476e9 * 603 + 32 * 4 * 4096 * 603**2, rel=0.01)
-    assert one.floor_ms(RATES.bytes_per_s, RATES.flops_per_s) == pytest.approx(10.1, rel=0.02)
+    assert one.floor_ms(RATES) == pytest.approx(10.1, rel=0.02)
 
 
 def test_a_module_is_read_once_and_multiplied_for_every_input() -> None:
@@ -68,7 +67,7 @@ def test_a_pass_is_as_long_as_the_sequence_that_the_model_runs(policy: VlaPolicy
     has_head = model.parts.head is not None
     read = (0, 0) if has_head else (56, model.network.config.llm.vocabulary)
     weights = WeightBytes(4.0, 4.0)
-    decoder = decoder_cost(model.network.config.llm, 2, PassTokens(0, length, *read), weights)
+    decoder = decoder_cost(model.network.config.llm, 2, weights, 0, length, *read)
     extra = module_cost(model.parts.state, 2, weights) + module_cost(
         model.parts.head, 2 * 8, weights
     )

@@ -37,7 +37,7 @@ from deft_policies.benchmark.replay import (
     read_stored,
     replay,
 )
-from deft_policies.benchmark.roofline import PassTokens, WeightBytes, decoder_cost, vision_cost
+from deft_policies.benchmark.roofline import DeviceRates, WeightBytes, decoder_cost, vision_cost
 from deft_policies.benchmark.summary import (
     Decoding,
     Speed,
@@ -146,18 +146,18 @@ def run_of(name: str, traces: list[DecodeTrace]) -> Replay:
 
 def test_limits_of_the_7b_on_an_h200_are_those_of_the_arithmetic() -> None:
     """At 4.3 TB/s and 790 TFLOP/s: vision 0.53 ms, prefill 4.62 ms, a decode pass 3.05 ms."""
-    config, rates = openvla_7b(), (4.3e12, 790e12)
+    config, rates = openvla_7b(), DeviceRates(4.3e12, 790e12, "an H200")
     vision = vision_cost(config, 1, BF16)
     assert vision.num_flops == pytest.approx(0.40e12, rel=0.05)
-    assert vision.floor_ms(*rates) == pytest.approx(0.53, rel=0.06)
-    prefill = decoder_cost(config.llm, 1, PassTokens(0, 280, 1, 32064, is_causal=True), BF16)
+    assert vision.floor_ms(rates) == pytest.approx(0.53, rel=0.06)
+    prefill = decoder_cost(config.llm, 1, BF16, 0, 280, 1, 32064, is_causal=True)
     assert prefill.num_flops == pytest.approx(3.65e12, rel=0.01)
-    assert prefill.floor_ms(*rates) == pytest.approx(4.62, rel=0.01)
-    decode = decoder_cost(config.llm, 1, PassTokens(280, 1, 1, 256), BF16)
+    assert prefill.floor_ms(rates) == pytest.approx(4.62, rel=0.01)
+    decode = decoder_cost(config.llm, 1, BF16, 280, 1, 1, 256)
     assert decode.num_bytes == pytest.approx(13.1e9, rel=0.01)
-    assert decode.floor_ms(*rates) == pytest.approx(3.05, rel=0.01)
-    wide = decoder_cost(config.llm, 1, PassTokens(280, 51, 51, 256), BF16)
-    assert wide.floor_ms(*rates) == pytest.approx(decode.floor_ms(*rates), rel=0.01)
+    assert decode.floor_ms(rates) == pytest.approx(3.05, rel=0.01)
+    wide = decoder_cost(config.llm, 1, BF16, 280, 51, 51, 256)
+    assert wide.floor_ms(rates) == pytest.approx(decode.floor_ms(rates), rel=0.01)
 
 
 def test_percentiles_and_rates_come_from_the_whole_call() -> None:

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from deft_client.measures.statistics import Percentiles
-from deft_policies.benchmark.summary import Speed, expected_speedup, expected_tokens
+from deft_policies.benchmark.summary import Speed
 from deft_policies.benchmark.tables import batch_table
 from deft_policies.decoding.acceptance.host_waits import find_wait
 from deft_policies.decoding.acceptance.rule import AcceptanceRule, ScoredTree
+from scripts.reproduce.measures import expected_speedup, expected_tokens
 from tests.policies.decoding.scripts import METHODS
 
 

@@ -97,7 +97,7 @@ def test_the_first_release_loads(tmp_path: Path) -> None:
     model = load_model(checkpoint, CPU, torch.float32)
     assert not checkpoint.config.is_fused
     assert model.projector.fc3 is None
-    patches = model.see(torch.zeros(1, 3, 28, 28)).patches
+    patches = model.see(torch.zeros(1, 3, 28, 28))
     assert patches.shape == (1, 4, 32)
 
 

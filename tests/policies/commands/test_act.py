@@ -83,15 +83,15 @@ def test_frames_of_one_session_are_drafted_from_each_other(tmp_path: Path) -> No
     [
         ("{", "cases.jsonl:1"),
         ("[]", "object with image and instruction"),
-        ('{"image": "a.png"}', "instruction is missing"),
+        ('{"image": "a.png"}', "instruction: missing"),
         ('{"image": "a.png", "instruction": "lift"}', "a.png does not exist"),
         (
             '{"image": "a.png", "instruction": "lift", "statistic_key": "x"}',
-            "unknown fields ['statistic_key']",
+            "statistic_key: unknown field; did you mean statistics_key?",
         ),
         (
             '{"image": "a.png", "instruction": "lift", "statistics_key": 3}',
-            "statistics_key must be a string",
+            "statistics_key: must be text",
         ),
     ],
 )

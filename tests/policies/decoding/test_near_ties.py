@@ -11,7 +11,7 @@ from deft_policies.decoding import kinds
 from deft_policies.decoding.kinds import OUR_KINDS
 from deft_policies.decoding.target import Scores
 from deft_policies.decoding.tree import DraftTree
-from deft_policies.families.target import VlaTarget
+from deft_policies.families.openvla import VlaTarget
 from deft_policies.model.kv_cache import KVCache
 from tests.near_ties import Bench
 

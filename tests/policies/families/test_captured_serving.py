@@ -14,9 +14,8 @@ from deft_client.types import ActOptions, Observation
 from deft_policies.base import ActRequest
 from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.plan import KeyMask
-from deft_policies.families.openvla import OpenVLA
+from deft_policies.families.openvla import OpenVLA, VlaTarget
 from deft_policies.families.policy import VlaPolicy
-from deft_policies.families.target import VlaTarget
 from deft_policies.memory import SessionMemory
 from deft_policies.model.graphs import Reserve, StepRunner
 from deft_policies.model.image import ImageProcessor

@@ -20,10 +20,9 @@ from deft_policies.errors import (
     UnknownDecodingError,
     UnknownStatisticsKeyError,
 )
-from deft_policies.families.openvla import OpenVLA
+from deft_policies.families.openvla import OpenVLA, VlaTarget
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
-from deft_policies.families.target import VlaTarget
 from deft_policies.memory import SessionMemory
 from deft_policies.model.graphs import Reserve, StepRunner
 from deft_policies.model.image import ImageProcessor

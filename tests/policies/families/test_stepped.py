@@ -17,10 +17,9 @@ from deft_policies.decoding.methods import Method
 from deft_policies.decoding.round import Maker
 from deft_policies.decoding.target import Target
 from deft_policies.errors import NotFiniteError, RequestError
-from deft_policies.families.openvla import OpenVLA
+from deft_policies.families.openvla import OpenVLA, VlaTarget
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
-from deft_policies.families.target import VlaTarget
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.random_weights import word_ids
 from tests.policies.families.test_policy import request_for, tiny_policy, tokens_of

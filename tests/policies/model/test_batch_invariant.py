@@ -267,11 +267,11 @@ def test_a_frame_is_seen_alone_as_among_others(count: int) -> None:
     size = model.config.image.size
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randn(count, 3 * len(model.towers), size, size, generator=generator).bfloat16()
-    among = model.see(pixels)
+    among = model.look(pixels)
     for row in range(count):
-        alone = model.see(pixels[row : row + 1])
-        assert torch.equal(alone.patches[0], among.patches[row])
-        assert torch.equal(alone.features[0], among.features[row])
+        alone = model.look(pixels[row : row + 1])
+        assert torch.equal(alone[0], among[row])
+        assert torch.equal(model.projector(alone)[0], model.projector(among)[row])
 
 
 def test_the_actions_rows_of_the_head() -> None:

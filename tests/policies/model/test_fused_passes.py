@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="fused kernels need Triton")
 
 from deft_policies.decoding.tree import DraftTree
-from deft_policies.families.target import VlaTarget
+from deft_policies.families.openvla import VlaTarget
 from deft_policies.model.formats import Quantization
 from deft_policies.model.graphs import Reserve, StepRunner
 from deft_policies.model.quantization import quantize_linears
@@ -72,7 +72,7 @@ def test_fused_towers_see_what_plain_ones_do() -> None:
     pixels = torch.randn(2, 6, 28, 28, generator=torch.Generator().manual_seed(0))
     plain, fused = tiny_model(), tiny_model()
     fused.fuse(Counted().kernels)
-    found, expected = fused.see(pixels).patches, plain.see(pixels).patches
+    found, expected = fused.see(pixels), plain.see(pixels)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 

@@ -14,7 +14,7 @@ from deft_client.image_chain import ImageChain
 from deft_policies.decoding.acceptance.rule import ActionSpace
 from deft_policies.decoding.batch import AnswerSpec, Batch, Row
 from deft_policies.decoding.methods import find_method
-from deft_policies.families.target import VlaTarget
+from deft_policies.families.openvla import VlaTarget
 from deft_policies.memory import SessionMemory
 from deft_policies.model.image import ImageProcessor
 from tests.tiny_openvla import tiny_config, tiny_model

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deft_policies.decoding.sampling import first_maximum, top_gap
-from deft_policies.families.target import VlaTarget
+from deft_policies.families.openvla import VlaTarget
 from deft_policies.model.sizes import OpenVLAConfig
 from deft_policies.model.tensor_names import tensor_places
 from deft_policies.model.vla import OpenVLAModel
@@ -30,11 +30,11 @@ def expect_close(found: torch.Tensor, name: str, tolerance: float = 1e-4) -> Non
 def test_towers_projector_and_decoder_equal_the_recorded_features() -> None:
     case = golden.cases()[1]
     model = golden_model()
-    sight = model.see(pixels_of(1))
-    dino, siglip = sight.features[0].split([tower.width for tower in model.config.towers], dim=1)
+    features = model.look(pixels_of(1))
+    dino, siglip = features[0].split([tower.width for tower in model.config.towers], dim=1)
     expect_close(dino, "dinov2_01")
     expect_close(siglip, "siglip_01")
-    expect_close(sight.patches[0], "patch_embeddings_01")
+    expect_close(model.projector(features)[0], "patch_embeddings_01")
     hidden = model(pixels_of(1), torch.tensor([case.prompt_ids]))[0]
     expect_close(hidden, "last_hidden_01")
     expect_close(model.decoder.head(hidden[-1]), "last_logits_01", tolerance=1e-3)

@@ -21,11 +21,14 @@ from deft_policies.families.network import (
     named_sizes,
 )
 from deft_policies.families.oft.files import (
+    HEAD,
+    STATE,
+    VISION,
     FilmTowers,
-    OftFile,
     find_file,
     load_head,
     load_state_projector,
+    read_part,
 )
 from deft_policies.families.oft.model import ChunkParts, Oft
 from deft_policies.families.oft.modules import RegressionHead, StateProjector
@@ -72,7 +75,7 @@ class OftFamily(Family):
         """By the head beside the model; one that answers with tokens has no file of its own."""
         if options.num_pictures is not None or options.num_steps not in (None, 1):
             return True
-        return source is not None and find_file(source.tuned, OftFile.HEAD) is not None
+        return source is not None and find_file(source.tuned, HEAD) is not None
 
     @classmethod
     def open(cls, source: CheckpointSource | None, options: ModelOptions) -> "OftFamily":
@@ -105,7 +108,7 @@ class OftFamily(Family):
 
 
 def _open_files(source: CheckpointSource, options: ModelOptions) -> OftFamily:
-    directory, film = source.tuned, find_file(source.tuned, OftFile.VISION)
+    directory, film = source.tuned, find_file(source.tuned, VISION)
     if film is not None and source.overlay is not None:
         raise CheckpointError(
             f"{film} is of a fine-tune with FiLM, whose {source.overlay} cannot be merged here; "
@@ -113,17 +116,18 @@ def _open_files(source: CheckpointSource, options: ModelOptions) -> OftFamily:
         )
     checkpoint = open_source(source)
     config = checkpoint.config
-    head, towers = load_head(directory, config.llm.width), FilmTowers.load(directory)
-    if towers is not None:
-        towers.check(config)
+    head, towers = load_head(directory, config.llm.width), None
+    if film is not None:
         if head is None:
             raise CheckpointError(
-                f"{film} is of a fine-tune with FiLM, which has a "
-                f"*{OftFile.HEAD.value}*checkpoint* beside it; restore that file"
+                f"{film} is of a fine-tune with FiLM, which has a *{HEAD}*checkpoint* beside it; "
+                "restore that file"
             )
+        towers = FilmTowers(film, read_part(film))
+        towers.check(config)
         checkpoint = replace(checkpoint, merge=towers.merge)
     statistics = source.read_statistics()
-    told_by = find_file(directory, OftFile.HEAD) or statistics.path
+    told_by = find_file(directory, HEAD) or statistics.path
     dims = {one.action_dim for one in config.statistics.values()}
     dims |= set() if head is None else {head.action_dim}
     if len(dims) > 1:
@@ -146,7 +150,7 @@ def _open_files(source: CheckpointSource, options: ModelOptions) -> OftFamily:
         if parts.state_dim not in (None, found):
             raise CheckpointError(
                 f"{statistics.path}: {key}.proprio has {found} dimensions, but "
-                f"{find_file(directory, OftFile.STATE)} reads {parts.state_dim}; restore the files "
+                f"{find_file(directory, STATE)} reads {parts.state_dim}; restore the files "
                 "of one fine-tuning run"
             )
     return OftFamily(options, replace(config, statistics=actions), parts, states, checkpoint)

@@ -7,16 +7,14 @@ file says their scale.
 
 import re
 from collections.abc import Mapping
-from enum import Enum
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from deft_policies.checkpoint.lora import ADAPTER_FOLDER
 from deft_policies.checkpoint.open import CheckpointSource
-from deft_policies.checkpoint.tensor_file import list_names, read_tensors
+from deft_policies.checkpoint.tensor_file import describe_misfits, fill_module, read_tensors
 from deft_policies.errors import CheckpointError
 from deft_policies.families.oft.modules import Film, RegressionHead, StateProjector
 from deft_policies.model.sizes import OpenVLAConfig, TowerConfig
@@ -29,31 +27,24 @@ _WRAPPER = "module."
 _HEAD_PREFIX = "model."
 _DIFFUSION_PREFIX = "noise_predictor."
 _LARGEST_ALPHA = 16  # training sets alpha to the rank, or to this where the rank is larger
+_REMEDY = "restore the files of one fine-tuning run"
 _WRAPPED_BLOCK = re.compile(r"(blocks\.\d+)\.block\.")
 
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+# Files that training writes beside the model; their names contain these and `checkpoint`.
+HEAD, STATE, VISION = "action_head", "proprio_projector", "vision_backbone"
+_NOISE = "noisy_action_projector"
+PARTS = (HEAD, STATE, VISION, _NOISE)
 
 
-class OftFile(Enum):
-    """A file that training writes beside the model; its name contains this and `checkpoint`."""
-
-    HEAD = "action_head"
-    STATE = "proprio_projector"
-    VISION = "vision_backbone"
-    NOISE = "noisy_action_projector"
-
-    def matches(self, name: str) -> bool:
-        """Whether a file's name is one of this kind."""
-        return self.value in name and "checkpoint" in name and name.endswith(_SUFFIXES)
-
-
-def find_file(directory: Path, kind: OftFile) -> Path | None:
-    """The one file of a kind, the converted one where there are both; None if there is none."""
-    found = sorted(path for path in directory.iterdir() if kind.matches(path.name))
+def find_file(directory: Path, part: str) -> Path | None:
+    """The one file of a part, the converted one where there are both; None if there is none."""
+    named = sorted(directory.glob(f"*{part}*"))
+    found = [one for one in named if "checkpoint" in one.name and one.suffix in _SUFFIXES]
     if len({path.stem for path in found}) > 1:
         names = ", ".join(path.name for path in found)
         raise CheckpointError(
-            f"{directory} holds several files of the {kind.value}: {names}; keep those of one step"
+            f"{directory} holds several files of the {part}: {names}; keep those of one step"
         )
     return min(found, key=lambda path: _SUFFIXES.index(path.suffix), default=None)
 
@@ -87,11 +78,11 @@ def read_part(path: Path) -> dict[str, Tensor]:
 
 def load_head(directory: Path, width: int) -> RegressionHead | None:
     """Read the head that answers with numbers; None where the model answers with tokens."""
-    path = find_file(directory, OftFile.HEAD)
+    path = find_file(directory, HEAD)
     if path is None:
         return None
     tensors = read_part(path)
-    if find_file(directory, OftFile.NOISE) is not None or any(
+    if find_file(directory, _NOISE) is not None or any(
         name.startswith(_DIFFUSION_PREFIX) for name in tensors
     ):
         raise CheckpointError(
@@ -103,12 +94,12 @@ def load_head(directory: Path, width: int) -> RegressionHead | None:
     blocks = {name.split(".")[1] for name in own if name.startswith("mlp_resnet_blocks.")}
     with torch.device("meta"):
         head = RegressionHead(width, action_dim, len(blocks))
-    return _fill(head, own, path)
+    return fill_module(head, own, path, _REMEDY)
 
 
 def load_state_projector(directory: Path, width: int) -> StateProjector | None:
     """Read what turns the robot's state into a token; None where the model gets none."""
-    path = find_file(directory, OftFile.STATE)
+    path = find_file(directory, STATE)
     if path is None:
         return None
     tensors = read_part(path)
@@ -117,21 +108,7 @@ def load_state_projector(directory: Path, width: int) -> StateProjector | None:
         projector = StateProjector(
             1 if first is None or first.dim() != 2 else first.shape[1], width
         )
-    return _fill(projector, tensors, path)
-
-
-def _fill(module: ModuleT, tensors: Mapping[str, Tensor], path: Path) -> ModuleT:
-    """Give a module its tensors, or say how the file does not fit it."""
-    wanted = {name: one.shape for name, one in module.state_dict().items()}
-    found = {name: one.shape for name, one in tensors.items()}
-    wrong = [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]
-    if wrong:
-        raise CheckpointError(
-            f"{path} does not fit the model beside it; missing, unexpected or of the wrong shape: "
-            f"{list_names(wrong)}; restore the files of one fine-tuning run"
-        )
-    module.load_state_dict(dict(tensors), assign=True)
-    return module.eval().requires_grad_(False)
+    return fill_module(projector, tensors, path, _REMEDY)
 
 
 class FilmTowers:
@@ -141,12 +118,6 @@ class FilmTowers:
         self._path = path
         self._tensors = {_WRAPPED_BLOCK.sub(r"\1.", name): one for name, one in tensors.items()}
 
-    @staticmethod
-    def load(directory: Path) -> "FilmTowers | None":
-        """Read the file; None where the towers are the model's own."""
-        path = find_file(directory, OftFile.VISION)
-        return None if path is None else FilmTowers(path, read_part(path))
-
     def check(self, config: OpenVLAConfig) -> None:
         """Raise `CheckpointError` unless every weight in use is here and in shape."""
         wanted = {
@@ -154,15 +125,11 @@ class FilmTowers:
             for place in tensor_places(config)
             if place.parameter is not None and place.parameter.startswith("towers.")
         }
-        wrong = []
-        for name, shape in wanted.items():
-            base = self._tensors.get(name, self._tensors.get(_base(name)))
-            if base is None or base.shape != shape:
-                wrong.append(name)
-        if wrong:
+        bases = {name: self._tensors.get(name, self._tensors.get(_base(name))) for name in wanted}
+        found = {name: tuple(one.shape) for name, one in bases.items() if one is not None}
+        if misfits := describe_misfits(wanted, found):
             raise CheckpointError(
-                f"{self._path} does not fit the model beside it; missing or of the wrong shape: "
-                f"{list_names(wrong)}; restore the files of one fine-tuning run"
+                f"{self._path} does not fit the model beside it; {misfits}; {_REMEDY}"
             )
 
     def merge(self, name: str, weight: Tensor) -> Tensor:
@@ -195,13 +162,7 @@ class FilmTowers:
         with torch.device("meta"):
             film = Film(width, tower.width, tower.num_used_blocks)
         joined = {f"modulate.{name}": torch.cat(found) for name, found in parts.items()}
-        if any(joined[name].shape != one.shape for name, one in film.state_dict().items()):
-            raise CheckpointError(
-                f"{self._path}: the scales and shifts of {tower.prefix} do not fit a decoder "
-                f"{width} wide; restore the files of one fine-tuning run"
-            )
-        film.load_state_dict(joined, assign=True)
-        return film.eval().requires_grad_(False)
+        return fill_module(film, joined, self._path, _REMEDY)
 
     def _find(self, name: str) -> Tensor:
         if name not in self._tensors:

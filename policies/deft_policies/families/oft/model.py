@@ -20,9 +20,8 @@ from deft_policies.decoding.batch import AnswerSpec
 from deft_policies.decoding.clock import Stage, StageClock
 from deft_policies.errors import NotFiniteError, RequestError
 from deft_policies.families.action_tokens import RANGE_EPS, ActionCodec, unnormalise
-from deft_policies.families.family import OnePassModel, Values
+from deft_policies.families.family import Encode, OnePassModel, Values
 from deft_policies.families.oft.modules import RegressionHead, StateProjector
-from deft_policies.families.target import Encode
 from deft_policies.families.wrists import add_wrists, find_pictures
 from deft_policies.model.graphs import Reserve, StepRunner, Tensors
 from deft_policies.model.image import ImageProcessor
@@ -264,7 +263,7 @@ class Oft(OnePassModel):
             modulations = [
                 film(language).repeat_interleave(pixels.shape[1], dim=2) for film in self.parts.film
             ]
-        patches = self.network.see(pixels.flatten(0, 1), modulations).patches
+        patches = self.network.see(pixels.flatten(0, 1), modulations)
         return (patches.view(len(pixels), -1, patches.shape[2]),)
 
     def mean_embedding(self, ids: Tensor, lengths: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from deft_policies.decoding.methods import Method, find_method
 from deft_policies.decoding.plan import Plan, RopeOffset, TieBreak, TreeShape
 from deft_policies.decoding.target import Prompts
 from deft_policies.decoding.tree import DraftTree
-from deft_policies.families.target import VlaTarget
+from deft_policies.families.openvla import VlaTarget
 from deft_policies.memory import SessionMemory
 from deft_policies.model.draft_heads import EagleHead
 from deft_policies.model.image import build_normalization_table, resize_like_processor

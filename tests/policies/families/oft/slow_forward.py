@@ -52,7 +52,7 @@ def slow_hidden(
     modulations = slow_modulations(oft, words, stop, mistake)
     if mistake is Mistake.LAST_PICTURE_FIRST:
         pixels = pixels.flip(0)
-    patches = torch.cat([model.see(one[None], modulations).patches[0] for one in pixels])
+    patches = torch.cat([model.see(one[None], modulations)[0] for one in pixels])
     token = torch.zeros(0, words.shape[1])
     if state is not None:
         assert oft.parts.state is not None
