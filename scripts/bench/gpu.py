@@ -183,6 +183,8 @@ def _median_ms(report: Report, name: str, is_pass: bool = False) -> float:
     """Of a whole answer, or of one pass behind the prefill; 0 where nobody measured it."""
     for speed, decoding in zip(report.speeds, report.decodings, strict=True):
         if speed.name == name:
-            later = decoding.passes - 1 if is_pass else 1.0
-            return (speed.stages["decode"] if is_pass else speed.total).p50 / later
+            if not is_pass:
+                return speed.total.p50
+            assert decoding.speculation is not None
+            return speed.stages["decode"].p50 / (decoding.speculation.passes_per_action - 1)
     return 0.0

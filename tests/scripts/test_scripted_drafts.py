@@ -1,7 +1,6 @@
 """Scripted drafts: as often right as asked for, and never changing an answer."""
 
 import json
-from dataclasses import MISSING, fields
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from deft_client.image_chain import ImageChain
+from deft_client.measures.speculation import Speculation
 from deft_client.measures.statistics import percentiles
 from deft_client.types import DecodeTrace, Observation
 from deft_policies.benchmark.replay import Contender, ReplayFrame, replay
@@ -143,8 +143,8 @@ def report(**rows: tuple[float, float]) -> Report:
     for name, (total, behind) in rows.items():
         spent = {"decode": percentiles([behind])}
         speeds.append(Speed(name, 1, 1, percentiles([total]), spent))
-        nothing = dict.fromkeys([one.name for one in fields(Decoding) if one.default is MISSING], 0)
-        decodings.append(Decoding(**{**nothing, "name": name, "passes": 7.0}))
+        passes = Speculation(1, 7, 7, 0, {}, {}, (), ())
+        decodings.append(Decoding(name, passes, 0.0, 1.0, 0.0, 0, 0.0, 0.0))
     return Report({}, tuple(speeds), None, tuple(decodings))
 
 

@@ -18,7 +18,6 @@ from deft_policies.decoding.acceptance.host_waits import find_wait
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
 from deft_policies.decoding.methods import find_method
 
-_NOTHING = Speculation(1, 0, 1, 0, {}, {}, (), ())  # without a trace
 # Stage names as users know them, and their fields.
 STAGES = (
     ("preprocess", "prepare_ms"),
@@ -64,26 +63,17 @@ class Speed:
 class Decoding:
     """How a contender decoded, and how its actions differ from plain decoding's.
 
-    Accepted and committed lengths are those of passes that checked drafts. `accepted_shares` tells
-    which share of them kept 0, 1, 2... `committed_by_start` is the mean committed length of those
-    whose first draft stands at each token, 0 where none does. `committed_by_pass` and
-    `drafted_by_position` are means over the actions that have such a pass or position. Differences
-    are over the tokens of all actions; units are 0 where unknown.
+    Differences are over the tokens of all actions; units are 0 where unknown.
     """
 
     name: str
-    passes: float
-    committed: float
+    speculation: Speculation | None  # None where its engine counts no passes
     relaxed_share: float
     equal_actions: float
     mean_bins: float
     max_bins: int
     mean_mm: float
     mean_deg: float
-    accepted_shares: tuple[float, ...]
-    committed_by_start: tuple[float, ...]
-    committed_by_pass: tuple[float, ...]
-    drafted_by_position: tuple[float, ...]
     rule: str = ""  # with its numbers, and the plans that were used; empty where nothing drafts
     wait: str | None = None  # the line of its rule that makes the host wait for the device
 
@@ -125,25 +115,15 @@ def summarise_decoding(run: Replay, plain: Replay, spaces: Sequence[ActionSpace]
     acting = [one for one in acting if len(one[0]) == len(one[1]) == one[2].length]
     bins, moved = [np.abs(own - other) for own, other, _ in acting], [one[2] for one in acting]
     own_traces = [own for own, _, _ in pairs]
-    found = speculation_of([AnswerRecord.of(one.chunk, 0, 0) for one in run.answers]) or _NOTHING
-    longest = max((len(own.tokens) for own in own_traces), default=0)
-    starts, lengths = found.committed_by_start, found.accepted_counts
     return Decoding(
         name=run.contender.name,
-        passes=found.passes_per_action,
-        committed=found.committed_length if lengths else 0.0,
+        speculation=speculation_of([AnswerRecord.of(one.chunk, 0, 0) for one in run.answers]),
         relaxed_share=_mean([own.relaxed_share for own in own_traces]),
         equal_actions=_mean([own.tokens == other.tokens for own, other, _ in pairs]),
         mean_bins=_mean([float(one.mean()) for one in bins]),
         max_bins=max((int(one.max()) for one in bins), default=0),
         mean_mm=_mean_distance(bins, moved, DimensionGroup.MOVE),
         mean_deg=_mean_distance(bins, moved, DimensionGroup.TURN),
-        accepted_shares=tuple(
-            found.share_of_length(length) for length in range(max(lengths, default=-1) + 1)
-        ),
-        committed_by_start=tuple(starts.get(at, (0.0, 0))[0] for at in range(longest)),
-        committed_by_pass=found.committed_by_pass,
-        drafted_by_position=found.drafted_by_token,
         rule=_rule_of(own_traces),
         wait=None if method is None else find_wait(find_method(method).rule),
     )

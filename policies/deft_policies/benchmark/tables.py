@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from deft_client.measures.speculation import Speculation
 from deft_client.measures.speed import SpeedUp
 from deft_client.measures.statistics import Percentiles
 from deft_client.measures.table import NOTHING, Column, column_table, markdown_table
@@ -72,9 +73,10 @@ class Report:
         if self.rates is not None:
             parts.append(_say_rates(self.rates))
         parts.append("\n".join(f"{one.name}: {one.rule}" for one in self.decodings if one.rule))
-        longest = max((len(one.committed_by_start) for one in self.decodings), default=0)
+        found = {one.name: one.speculation for one in self.decodings if one.speculation}
+        longest = max((len(one.drafted_by_token) for one in found.values()), default=0)
         if 0 < longest <= _MOST_POSITIONS:
-            parts += [length_table(self.decodings), position_table(self.decodings)]
+            parts += [length_table(found), position_table(found)]
         return parts
 
 
@@ -94,31 +96,37 @@ class BenchRow:
     decoding: Decoding | None
     faster: SpeedUp | None
 
-    def of_drafts(self, form: str, *names: str) -> str:
-        """Numbers of how it decoded; nothing where its engine counts no passes."""
-        if self.decoding is None or not self.decoding.passes:
-            return NOTHING
-        return form.format(*(getattr(self.decoding, name) for name in names))
 
-    @property
-    def is_single(self) -> bool:
-        """Whether a call answers one action."""
-        return self.speed.batch_size * self.speed.chunk_length == 1
+def _of_passes(text: Callable[[Speculation], str]) -> Callable[[BenchRow], str]:
+    """Nothing where its engine counts no passes."""
 
-    def drafts(self) -> bool:
-        """Whether any pass had drafts."""
-        return self.decoding is not None and self.decoding.committed > 0
+    def cell(one: BenchRow) -> str:
+        found = one.decoding and one.decoding.speculation
+        return text(found) if found else NOTHING
 
-    def speed_up(self) -> str:
-        """`1.31 (1.20 to 1.42)`."""
-        if self.faster is None or self.faster.doubts:
-            return NOTHING
-        return f"{self.faster.times:.2f} ({self.faster.interval_text})"
+    return cell
 
-    def relaxed(self, form: str, *names: str) -> str:
-        """Numbers that only a method with other answers has."""
-        has_others = self.decoding is not None and self.decoding.equal_actions < 1
-        return self.of_drafts(form, *names) if has_others else NOTHING
+
+def _of_others(text: Callable[[Decoding], str]) -> Callable[[BenchRow], str]:
+    """Numbers that only a method with other answers has."""
+
+    def cell(one: BenchRow) -> str:
+        found = one.decoding
+        return text(found) if found and found.speculation and found.equal_actions < 1 else NOTHING
+
+    return cell
+
+
+def _actions_per_s(one: BenchRow) -> str:
+    is_single = one.speed.batch_size * one.speed.chunk_length == 1
+    return NOTHING if is_single else f"{one.speed.actions_per_s:.1f}"
+
+
+def _times(one: BenchRow) -> str:
+    """`1.31 (1.20 to 1.42)`."""
+    if one.faster is None or one.faster.doubts:
+        return NOTHING
+    return f"{one.faster.times:.2f} ({one.faster.interval_text})"
 
 
 def _columns(baseline: str | None) -> list[Column[BenchRow]]:
@@ -131,22 +139,22 @@ def _columns(baseline: str | None) -> list[Column[BenchRow]]:
         ),
         Column(
             "actions/s",
-            lambda one: NOTHING if one.is_single else f"{one.speed.actions_per_s:.1f}",
+            _actions_per_s,
             "of the whole batch, if all actions of a chunk are executed",
         ),
         Column(
             "times as fast (95%)",
-            BenchRow.speed_up,
+            _times,
             f"milliseconds of {baseline} over the method's, with the interval over episodes",
         ),
         Column(
             "passes",
-            lambda one: one.of_drafts("{:.2f}", "passes"),
+            _of_passes(lambda one: f"{one.passes_per_action:.2f}"),
             "runs of the model for an answer, the prefill included",
         ),
         Column(
             "committed",
-            lambda one: one.of_drafts("{:.2f}", "committed") if one.drafts() else NOTHING,
+            _of_passes(lambda one: f"{one.committed_length:.2f}" if one.num_checked else NOTHING),
             "tokens that a pass with drafts settles: the accepted ones and one more",
         ),
         Column(
@@ -156,17 +164,17 @@ def _columns(baseline: str | None) -> list[Column[BenchRow]]:
         ),
         Column(
             "relaxed",
-            lambda one: one.relaxed("{:.1%}", "relaxed_share"),
+            _of_others(lambda one: f"{one.relaxed_share:.1%}"),
             "executed tokens that are not the model's greedy choice",
         ),
         Column(
             "bins: mean, most",
-            lambda one: one.relaxed("{:.2f}, {}", "mean_bins", "max_bins"),
+            _of_others(lambda one: f"{one.mean_bins:.2f}, {one.max_bins}"),
             "how far an action's tokens are from plain decoding's",
         ),
         Column(
             "mm, degrees",
-            lambda one: one.relaxed("{:.2f}, {:.2f}", "mean_mm", "mean_deg"),
+            _of_others(lambda one: f"{one.mean_mm:.2f}, {one.mean_deg:.2f}"),
             "the same in robot units, mean over motions",
         ),
     ]
@@ -182,7 +190,7 @@ def first_table(report: Report) -> str:
     doubts = dict.fromkeys(doubt for one in rows if one.faster for doubt in one.faster.doubts)
     notes = [f"No speed-up can be given: {'; '.join(doubts)}."] if doubts else []
     for one in report.decodings:
-        if one.rule and not any(one.drafted_by_position):
+        if one.rule and not (one.speculation and any(one.speculation.drafted_by_token)):
             notes.append(f"{one.name}: nothing was drafted in any pass")
         if one.wait is not None:
             notes.append(
@@ -193,10 +201,10 @@ def first_table(report: Report) -> str:
     return "\n".join([table, *notes])
 
 
-def render(rows: Sequence[Mapping[str, str]], empty: str = "") -> str:
+def render(rows: Sequence[Mapping[str, str]]) -> str:
     """A table whose columns are aligned. A row is its cells by heading; it may lack some."""
     headings = list(dict.fromkeys(heading for row in rows for heading in row))
-    cells = [[row.get(heading, empty) for heading in headings] for row in rows]
+    cells = [[row.get(heading, "") for heading in headings] for row in rows]
     return markdown_table(headings, cells, aligned=True).rstrip()
 
 
@@ -235,13 +243,13 @@ def stage_table(speed: Speed, roofline: Roofline | None) -> str:
     return render([*rows, total]) + (_LIMITS if roofline is not None else "")
 
 
-def position_table(decodings: Sequence[Decoding]) -> str:
+def position_table(found: Mapping[str, Speculation]) -> str:
     """Share of accepted drafts at each token of an action, and committed length by pass."""
     return _two_series(
-        decodings,
+        found,
         "drafted % / committed",
         lambda one: {
-            f"t{at}": f"{100 * share:.0f}" for at, share in enumerate(one.drafted_by_position, 1)
+            f"t{at}": f"{100 * share:.0f}" for at, share in enumerate(one.drafted_by_token, 1)
         },
         lambda one: {
             f"pass {at}": f"{length:.2f}" for at, length in enumerate(one.committed_by_pass, 1)
@@ -250,40 +258,45 @@ def position_table(decodings: Sequence[Decoding]) -> str:
     )
 
 
-def length_table(decodings: Sequence[Decoding]) -> str:
+def length_table(found: Mapping[str, Speculation]) -> str:
     """Accepted lengths of the passes that had guesses, and committed length by where they start.
 
     As Spec-VLA's Tables 2 and 3 count for its own loop (`spec-vla-published`). Its Table 3 leaves
     the bonus out, so it is less by one, and its position p is token t(p+2) here.
     """
     return _two_series(
-        decodings,
+        found,
         "accepted n % / committed",
-        lambda one: {f"n={n}": f"{100 * share:.1f}" for n, share in enumerate(one.accepted_shares)},
         lambda one: {
-            f"t{at}": f"{length:.2f}" if length else ""
-            for at, length in enumerate(one.committed_by_start, 1)
+            f"n={n}": f"{100 * one.share_of_length(n):.1f}"
+            for n in range(max(one.accepted_counts, default=-1) + 1)
         },
+        _by_start,
         _POSITIONS,
     )
 
 
+def _by_start(one: Speculation) -> dict[str, str]:
+    means = {at: f"{mean:.2f}" for at, (mean, _) in one.committed_by_start.items()}
+    return {f"t{at + 1}": means.get(at, "") for at in range(len(one.drafted_by_token))}
+
+
 def batch_table(speeds: Sequence[Speed], baseline: str) -> str:
     """Actions per second by batch size, and how many times those of the baseline at that size."""
-    sizes = sorted({speed.batch_size for speed in speeds})
+    rates = {(_alone(one), one.batch_size): one.actions_per_s for one in speeds}
+    sizes = sorted({size for _, size in rates})
     if len(sizes) < 2:
         return ""
-    plain, rows = dict[int, float](), dict[str, dict[str, str]]()
-    for speed in speeds:
-        if _alone(speed) == baseline:
-            plain[speed.batch_size] = speed.actions_per_s
-    for speed in speeds:
-        size, rate = speed.batch_size, speed.actions_per_s
-        first = {f"actions/s (x {baseline})": _alone(speed)}
-        row = rows.setdefault(_alone(speed), first | {f"batch {one}": "" for one in sizes})
-        ratio = f" ({rate / plain[size]:.2f})" if size in plain else ""
-        row[f"batch {size}"] = f"{rate:.1f}{ratio}"
-    return render(list(rows.values()))
+
+    def cell(name: str, size: int) -> str:
+        rate, plain = rates.get((name, size)), rates.get((baseline, size))
+        if rate is None:
+            return ""
+        return f"{rate:.1f} ({rate / plain:.2f})" if plain else f"{rate:.1f}"
+
+    names = dict.fromkeys(name for name, _ in rates)
+    title = f"actions/s (x {baseline})"
+    return render([{title: one, **{f"batch {n}": cell(one, n) for n in sizes}} for one in names])
 
 
 def _alone(speed: Speed) -> str:
@@ -292,17 +305,18 @@ def _alone(speed: Speed) -> str:
 
 
 def _two_series(
-    decodings: Sequence[Decoding],
+    found: Mapping[str, Speculation],
     title: str,
-    left: Callable[[Decoding], Mapping[str, str]],
-    right: Callable[[Decoding], Mapping[str, str]],
+    left: Callable[[Speculation], Mapping[str, str]],
+    right: Callable[[Speculation], Mapping[str, str]],
     meanings: str,
 ) -> str:
     """Two series of cells side by side, a row per method, short ones filled up."""
-    shown = [one for one in decodings if one.passes]
-    every = {heading: "" for side in (left, right) for one in shown for heading in side(one)}
-    table = render([{title: one.name, **every, **left(one), **right(one)} for one in shown])
-    return table + meanings
+    every = {
+        heading: "" for side in (left, right) for one in found.values() for heading in side(one)
+    }
+    rows = [{title: name, **every, **left(one), **right(one)} for name, one in found.items()]
+    return render(rows) + meanings
 
 
 def _quantiles(times: Percentiles, digits: int) -> dict[str, str]:

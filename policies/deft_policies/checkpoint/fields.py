@@ -1,20 +1,27 @@
-"""Typed access to a checkpoint's JSON files. Knows nothing of what the fields mean."""
+"""Typed access to a checkpoint's JSON files. Knows nothing of what the fields mean.
+
+Values are read as those of messages are: see `deft_client.wire.fields`.
+"""
 
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar
 
+from deft_client.errors import WireError
+from deft_client.wire.fields import FLAG, Kind, ReadContext, as_map, list_of, number, text, whole
 from deft_policies.errors import CheckpointError
 
 T = TypeVar("T")
-_NAMES: Mapping[object, tuple[str, str]] = {
-    int: ("a whole number", "whole numbers"),
-    float: ("a finite number", "finite numbers"),
-    str: ("a string", "strings"),
-    bool: ("true or false", "true and false"),
+_KINDS: Mapping[object, Kind[Any]] = {
+    **{int: whole(), float: number(), bool: FLAG},
+    str: text(lambda limits: sys.maxsize),
 }
+_ANYTHING: Kind[object] = Kind(lambda value, *_: value, lambda limits: {})
+_OBJECT: Kind[Mapping[str, object]] = Kind(
+    lambda value, where, _: as_map(value, where), lambda limits: {}
+)
 
 
 class JsonFields:
@@ -58,73 +65,48 @@ class JsonFields:
 
     def value(self, key: str, kind: type[T], default: T | None = None) -> T:
         """A value of this kind; a whole number is a number, too, and true is none."""
-        value = self._get(key, default)
-        if not _is(value, kind):
-            raise self.error(key, f"must be {_NAMES[kind][0]}, got {value!r}")
-        return cast(T, float(value) if kind is float else value)  # type: ignore[arg-type]
-
-    def optional(self, key: str, kind: type[T]) -> T | None:
-        """A value of this kind; None where it is absent."""
-        return self.value(key, kind) if self.has(key) else None
+        found: T = self._read(key, _KINDS[kind], default)
+        return found
 
     def count(self, key: str, most: int, default: int | None = None, least: int = 1) -> int:
         """A whole number up to `most`: what is beyond it no model has, and nobody can hold."""
-        value = self.value(key, int, default)
-        if not least <= value <= most:
-            raise self.error(key, f"is {value}, expected {least} to {most}")
-        return value
+        return self._read(key, whole(least, most), default)
 
     def values(self, key: str, kind: type[T], default: Sequence[T] | None = None) -> tuple[T, ...]:
         """A list of values of this kind."""
-        values = self.items(key, default)
-        if not all(_is(one, kind) for one in values):
-            raise self.error(key, f"must be a list of {_NAMES[kind][1]}")
-        return tuple(cast(T, float(one) if kind is float else one) for one in values)  # type: ignore[arg-type]
+        return self._read(key, list_of(_KINDS[kind]), default)
 
     def items(self, key: str, default: Sequence[object] | None = None) -> tuple[object, ...]:
         """A list, whatever is in it."""
-        value = self._get(key, default)
-        if not isinstance(value, list | tuple):
-            raise self.error(key, f"must be a list, got {value!r}")
-        return tuple(value)
+        return self._read(key, list_of(_ANYTHING), default)
 
     def rows(self, key: str) -> tuple[tuple[float, ...], ...]:
         """A list of lists of numbers."""
-        rows = self._by_index(key)
-        return tuple(rows.values(name, float) for name in rows.names)
+        return self._read(key, list_of(list_of(number())))
 
     def section(self, key: str) -> "JsonFields":
         """An object; empty if the field is absent."""
-        value = self._get(key, {})
-        if not isinstance(value, dict):
-            raise self.error(key, "must be an object")
-        return JsonFields(self.path, value, f"{self._where}{key}.")
+        return JsonFields(self.path, self._read(key, _OBJECT, {}), f"{self._where}{key}.")
 
     def sections(self, key: str) -> tuple["JsonFields", ...]:
         """A list of objects."""
-        sections = self._by_index(key)
-        return tuple(sections.section(name) for name in sections.names)
+        objects = self._read(key, list_of(_OBJECT))
+        where = f"{self._where}{key}"
+        return tuple(
+            JsonFields(self.path, one, f"{where}[{index}].") for index, one in enumerate(objects)
+        )
 
     def error(self, key: str, problem: str) -> CheckpointError:
         """An error about one field, to be raised by the caller."""
         return CheckpointError(f"{self.path}: {self._where}{key} {problem}")
 
-    def _by_index(self, key: str) -> "JsonFields":
-        held = {str(index): one for index, one in enumerate(self.items(key))}
-        return JsonFields(self.path, held, f"{self._where}{key}.")
-
-    def _get(self, key: str, default: object) -> object:
+    def _read(self, key: str, kind: Kind[T], default: object = None) -> T:
         value = self._values.get(key)
         if value is None:
-            value = default
+            value = list(default) if isinstance(default, tuple) else default
         if value is None:
             raise self.error(key, "is missing")
-        return value
-
-
-def _is(value: object, kind: type) -> bool:
-    """NaN, infinity and integers beyond any float, which Python finds in JSON, are no numbers."""
-    if kind is float:
-        is_real = type(value) is int or type(value) is float
-        return is_real and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
-    return type(value) is kind
+        try:
+            return kind.read(value, f"{self._where}{key}", ReadContext())
+        except WireError as error:
+            raise CheckpointError(f"{self.path}: {error}") from None

@@ -30,7 +30,6 @@ from deft_policies.families.options import OF_REASONING, ModelOptions
 from deft_policies.model.formats import Quantization
 from deft_policies.model.graphs import Reserve, StepRunner, Tensors
 from deft_policies.model.image import ImageProcessor
-from deft_policies.model.layout import pad_batch
 from deft_policies.model.sizes import OpenVLAConfig
 from deft_policies.model.staging import to_device
 from deft_policies.model.statistics import ActionStatistics
@@ -71,11 +70,7 @@ class VlaTarget(Target):
         padded = [[*ids, *([ids[-1]] * (longest - len(ids)))] for ids in prompt_ids]
         ids = to_device(padded, self.device)
         texts = to_device([len(row) for row in prompt_ids], self.device)
-        reserve = self.runner.reserve
-        if reserve is not None and len(pixels) <= reserve.rows:
-            pixels = pad_batch(pixels)
-        patches, features = self.runner.run((self, "see", *pixels.shape), self._see_step, (pixels,))
-        patches, features = patches[: len(ids)], features[: len(ids)]
+        patches, features = self.runner.run_batch((self, "see"), self._see_step, (pixels,))
         num_patches = patches.shape[1]
         return Prompts(
             embeds=self.model.compose(patches, ids),

@@ -113,12 +113,14 @@ class VlaPolicy:
         """What the server advertises."""
         model, options = self.model, self.options
         config = model.network.config
-        told = {name: text for way in self._models for name, text in way.details.items()}
-        told |= self.digests
+        details = dict(self._details)
+        for way in self._models:
+            details |= way.details
+        details |= self.digests
         if self.reason_for_dtype:
-            told["dtype chosen"] = self.reason_for_dtype
+            details["dtype chosen"] = self.reason_for_dtype
         if self._token_models:
-            told |= self.method.described()
+            details |= self.method.described()
         longest = self._models[-1].forms[self._any_key]
         return ServerInfo(
             policy=options.name or model.family,
@@ -140,7 +142,7 @@ class VlaPolicy:
             max_tokens=None if longest.stop is None else longest.max_tokens,
             thinks_when_asked=len(self._models) > 1,
             versions=self._versions,
-            details={**self._details, **told},
+            details=details,
         )
 
     @property

@@ -65,8 +65,8 @@ class EagleHead(nn.Module):
         window: CacheWindow | None = None,
     ) -> Attention:
         """The attention of a pass over pairs at [row, position]; causal where no mask is given."""
-        rotation = self.rotary(positions, hidden)
-        return Attention(self.sizes, rotation, mask, is_causal=mask is None, window=window)
+        cos, sin = self.rotary(positions, hidden)
+        return Attention(self.sizes, cos, sin, mask, is_causal=mask is None, window=window)
 
     def read(self, embeds: Tensor, hidden: Tensor, attention: Attention) -> None:
         """Append the keys and values of pairs whose output nobody asks for."""

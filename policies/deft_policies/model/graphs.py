@@ -107,6 +107,14 @@ class StepRunner:
         captured.replay()
         return captured.outputs
 
+    def run_batch(self, key: Hashable, step: Step, inputs: Tensors) -> Tensors:
+        """The same for tensors of so many rows each, padded to a captured batch if there is one."""
+        num_rows = len(inputs[0])
+        if self.reserve is not None and num_rows <= self.reserve.rows:
+            inputs = tuple(_pad_batch(one) for one in inputs)
+        shapes = tuple(one.shape for one in inputs)
+        return tuple(one[:num_rows] for one in self.run((key, shapes), step, inputs))
+
     @contextmanager
     def warming_up(self) -> Iterator[None]:
         """A block in which steps are captured; once it has ended, no more are."""
@@ -129,6 +137,14 @@ class StepRunner:
         if key not in self.uncaptured:
             self.uncaptured.add(key)
             _log.warning("not captured when the policy warmed up, so run step by step: %s", key)
+
+
+def _pad_batch(values: Tensor) -> Tensor:
+    """The batch with copies of its first row behind, up to the next power of two."""
+    missing = (1 << (len(values) - 1).bit_length()) - len(values)
+    if missing == 0:
+        return values
+    return torch.cat((values, values[:1].expand(missing, *values.shape[1:])))
 
 
 def _copy(kept: Tensors, given: Tensors) -> None:

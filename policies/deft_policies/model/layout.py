@@ -70,14 +70,6 @@ def tree_mask(roots: Tensor, ancestors: Tensor, read: int) -> Tensor:
     return (seen | (behind < 0)[:, None, :]).unsqueeze(1)
 
 
-def pad_batch(values: Tensor) -> Tensor:
-    """The batch with copies of its first row behind, up to the next power of two."""
-    missing = (1 << (len(values) - 1).bit_length()) - len(values)
-    if missing == 0:
-        return values
-    return torch.cat((values, values[:1].expand(missing, *values.shape[1:])))
-
-
 def pad_ancestors(ancestors: Tensor, num_nodes: int) -> Tensor:
     """[row, node, node] of a tree with more nodes behind, which see the root and themselves."""
     missing = num_nodes - ancestors.shape[1]

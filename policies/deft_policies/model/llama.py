@@ -22,17 +22,10 @@ if TYPE_CHECKING:
 _ALIGNMENT = 16  # of the rows of a mask: attention copies others, in every layer
 
 
-@dataclass(frozen=True)
-class Rotation:
-    """Rotary position embedding of the tokens of a pass; sin carries the sign of rotate-half."""
-
-    cos: Tensor  # [row, token, 1, head_dim]
-    sin: Tensor  # [row, token, 1, head_dim]
-
-    def apply_(self, heads: Tensor) -> None:
-        """Rotate [row, token, head, head_dim] in place."""
-        turned = torch.roll(heads, heads.shape[-1] // 2, -1) * self.sin
-        heads.mul_(self.cos).add_(turned)
+def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate [row, token, head, head_dim] in place; sin carries the sign of rotate-half."""
+    turned = torch.roll(heads, heads.shape[-1] // 2, -1) * sin
+    heads.mul_(cos).add_(turned)
 
 
 class RotaryTable(nn.Module):
@@ -43,8 +36,8 @@ class RotaryTable(nn.Module):
         self.sizes = sizes
         self._table: Tensor | None = None  # [position, 2 * head_dim]
 
-    def forward(self, positions: Tensor | int, like: Tensor) -> Rotation:
-        """Look up [row, token] positions, on the device and in the dtype of `like`.
+    def forward(self, positions: Tensor | int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [row, token, 1, head_dim] of [row, token] positions, as `like` lies.
 
         Or positions from a number on, the same in every row of `like` [row, token, width].
         """
@@ -59,7 +52,7 @@ class RotaryTable(nn.Module):
         else:
             found = functional.embedding(positions, table)
         cos, sin = found.unsqueeze(2).chunk(2, dim=3)
-        return Rotation(cos, sin)
+        return cos, sin
 
     def _compute(self) -> Tensor:
         angles = self._angles()
@@ -121,7 +114,8 @@ class Attention:
     """
 
     sizes: LlamaSizes
-    rotation: Rotation
+    cos: Tensor  # [row, token, 1, head_dim], the rotary embedding of its tokens
+    sin: Tensor
     mask: Tensor | None = None  # [row, 1, token or 1, slot], bool or what is added to the scores
     is_causal: bool = False
     window: CacheWindow | None = None
@@ -130,7 +124,7 @@ class Attention:
     @property
     def sums_in(self) -> torch.dtype:
         """The format that scores and values are summed in."""
-        return self.rotation.cos.dtype
+        return self.cos.dtype
 
     def mix(self, layer: int, fused: Tensor) -> Tensor:
         """From queries, keys and values of every token to mixed values [row * kept, inner]."""
@@ -139,7 +133,7 @@ class Attention:
 
     def attend(self, layer: int, fused: Tensor) -> Tensor:
         """Mixed values [row, head, kept, head_dim] in the format of the sums."""
-        num_rows, num_tokens = self.rotation.cos.shape[:2]
+        num_rows, num_tokens = self.cos.shape[:2]
         num_heads, num_kv_heads = self.sizes.num_heads, self.sizes.num_kv_heads
         split = fused.view(num_rows, num_tokens, num_heads + 2 * num_kv_heads, -1)
         keys, values = self.append(layer, split)
@@ -162,7 +156,7 @@ class Attention:
         Returns what is attended to, [row, head, slot, head_dim], the tokens of this pass included.
         """
         num_rotated = self.sizes.num_heads + self.sizes.num_kv_heads
-        self.rotation.apply_(split[:, :, :num_rotated])
+        rotate_(split[:, :, :num_rotated], self.cos, self.sin)
         keys_values = split[:, :, self.sizes.num_heads :]
         if self.window is None:
             keys, values = keys_values.transpose(1, 2).chunk(2, dim=1)
@@ -179,7 +173,7 @@ class Attention:
 
         Fewer queries than slots are not causal by shape any more, so the mask is spelt out.
         """
-        num_tokens = self.rotation.cos.shape[1]
+        num_tokens = self.cos.shape[1]
         rows = torch.arange(len(rows_out), device=rows_out.device)[:, None] * num_tokens
         kept = (rows_out + rows).flatten()
         if not self.is_causal and (self.mask is None or self.mask.shape[2] == 1):
@@ -274,8 +268,8 @@ class LlamaDecoder(nn.Module):
         For training and for tests: causal unless a mask [row, 1, token, token] says otherwise.
         """
         positions = torch.arange(embeds.shape[1], device=embeds.device).expand(embeds.shape[:2])
-        rotation = self.rotary(positions, embeds)
-        attention = Attention(self.sizes, rotation, mask, is_causal=mask is None)
+        cos, sin = self.rotary(positions, embeds)
+        attention = Attention(self.sizes, cos, sin, mask, is_causal=mask is None)
         for layer in self.layers:
             embeds = layer(embeds, attention)
         hidden: Tensor = self.norm(embeds)

@@ -106,8 +106,8 @@ class LlamaPasses:
         sums_in = tokens.embeds.dtype if self.rows is None else torch.float64
         if mask is not None:
             mask = added_mask(mask, sums_in)
-        rotation = self._rotary(tokens.positions, tokens.embeds)
-        shared = (self._sizes, rotation, mask, tokens.is_causal)
+        cos, sin = self._rotary(tokens.positions, tokens.embeds)
+        shared = (self._sizes, cos, sin, mask, tokens.is_causal)
         if self.rows is not None:
             mixed = self._room(tokens.embeds)
             return _InvariantAttention(*shared, window, rows=self.rows, mixed=mixed)
@@ -261,7 +261,7 @@ class _InvariantAttention(Attention):
 
     def mix(self, layer: int, fused: Tensor) -> Tensor:
         """Round to the format of the values only at the end."""
-        num_rows, num_tokens = self.rotation.cos.shape[:2]
+        num_rows, num_tokens = self.cos.shape[:2]
         by_token = self.attend(layer, fused[: num_rows * num_tokens]).transpose(1, 2)
         num_mixed = num_rows * by_token.shape[1]
         self.mixed[:num_mixed].view(by_token.shape).copy_(by_token)
@@ -281,7 +281,7 @@ class _FusedAttention(Attention):
 
     def mix(self, layer: int, fused: Tensor) -> Tensor:
         """Split the slots among programs, unless there are queries enough to fill the device."""
-        num_tokens = self.rotation.cos.shape[1]
+        num_tokens = self.cos.shape[1]
         if self.mask is None or self.kept is not None or num_tokens > _MOST_QUERIES:
             return super().mix(layer, fused)
         self._append(layer, fused)
@@ -295,9 +295,6 @@ class _FusedAttention(Attention):
     def _append(self, layer: int, fused: Tensor) -> None:
         assert self.window.slots is not None
         head_dim = self.sizes.head_dim
-        rotation = (
-            self.rotation.cos.reshape(-1, head_dim),
-            self.rotation.sin.reshape(-1, head_dim),
-        )
+        rotation = (self.cos.reshape(-1, head_dim), self.sin.reshape(-1, head_dim))
         cache = self.window.targets[layer]  # all rows: slots are counted from the first
         self.kernels.rotate_append(fused, rotation, cache, self.window.slots, self.sizes)

@@ -2,13 +2,15 @@
 
 import json
 from argparse import Namespace
-from dataclasses import MISSING, fields, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from deft_client.measures.speculation import Speculation
 from deft_client.measures.statistics import percentiles
 from deft_client.recordings import EpisodeHeader, RecordedStep, encode_header, encode_step
 from deft_client.types import (
@@ -105,8 +107,7 @@ def compared(*rows: tuple[Contender, float, float]) -> tuple[list[Contender], Re
 
 
 def summary_with(name: str, equal_actions: float) -> Decoding:
-    nothing = dict.fromkeys([one.name for one in fields(Decoding) if one.default is MISSING], 0)
-    return Decoding(**{**nothing, "name": name, "equal_actions": equal_actions})
+    return Decoding(name, None, 0.0, equal_actions, 0.0, 0, 0.0, 0.0)
 
 
 def test_the_last_line_serves_the_fastest_method_with_equal_answers() -> None:
@@ -133,6 +134,12 @@ def test_the_last_line_names_no_method_where_no_speed_up_can_be_told() -> None:
     assert next_command(contenders, replace(report, speeds=few), given) == (
         "next: deft serve --checkpoint m"
     )
+
+
+def passes_of(decoding: dict[str, Any]) -> float:
+    """Of an answer, as `--json` has them."""
+    found = decoding["speculation"]
+    return float(found["num_passes"] / found["num_answers"])
 
 
 def run_of(name: str, traces: list[DecodeTrace]) -> Replay:
@@ -205,7 +212,8 @@ def test_the_first_table_measures_other_answers_of_relaxed_methods() -> None:
     _, exact = compared(contenders)
     assert "relaxed" not in first_table(exact)
     _, report = compared(contenders, (Contender("deft", ConstantPolicy()), 30.0, 0.25))
-    deft = replace(report.decodings[1], passes=3.0, committed=2.5, relaxed_share=0.5, max_bins=4)
+    passes = Speculation(2, 6, 14, 7, {1: 2, 2: 2}, {}, (), ())
+    deft = replace(report.decodings[1], speculation=passes, relaxed_share=0.5, max_bins=4)
     headings, _, _, cells, *_ = first_table(
         replace(report, decodings=(report.decodings[0], deft))
     ).splitlines()
@@ -229,20 +237,18 @@ def test_decoding_is_summed_up_against_plain_decoding_of_the_same_frames() -> No
         class_boundary=(None, None, None),
     )
     found = summarise_decoding(run_of("deft", relaxed), run_of("plain", plain), [space])
-    assert (found.passes, found.committed) == (2.0, 1.5)
+    assert found.speculation is not None
+    assert (found.speculation.passes_per_action, found.speculation.committed_length) == (2.0, 1.5)
     assert found.relaxed_share == pytest.approx(1 / 3)
     assert found.equal_actions == 0.0
     assert (found.mean_bins, found.max_bins) == (1.0, 2)
     assert (found.mean_mm, found.mean_deg) == (1.0, 0.0)
-    assert found.committed_by_pass == (2.0, 1.0)
-    assert found.accepted_shares == (0.5, 0.5)
-    assert found.committed_by_start == (2.0, 0.0, 1.0)
-    assert found.drafted_by_position == (1.0, 0.0, 0.0)
+    assert found.speculation.drafted_by_token == (1.0, 0.0, 0.0)
     same = summarise_decoding(run_of("plain", plain), run_of("plain", plain), [space])
     assert (same.equal_actions, same.max_bins) == (1.0, 0)
-    assert same.accepted_shares == ()  # nothing was guessed
-    assert same.committed_by_start == (0.0, 0.0, 0.0)
-    lines = length_table([found, same]).splitlines()
+    assert same.speculation is not None
+    assert same.speculation.num_checked == 0  # nothing was guessed
+    lines = length_table({"deft": found.speculation, "plain": same.speculation}).splitlines()
     assert [cell.strip() for cell in lines[2].split("|")[1:-1]] == [
         *("deft", "50.0", "50.0", "2.00", "", "1.00"),
     ]
@@ -344,7 +350,10 @@ def test_answers_of_numbers_are_measured_beside_transformers() -> None:
     report = measure(policy, ours + theirs, vla0_frames(), 0, theirs[0].name)
     equal = {one.name: one.equal_actions for one in report.decodings}
     assert equal["lossless"] == equal["transformers"] == equal["transformers-lookup"] == 1.0
-    assert report.decodings[1].passes < report.decodings[0].passes
+    plain, lossless = (one.speculation for one in report.decodings[:2])
+    assert plain is not None
+    assert lossless is not None
+    assert lossless.num_passes < plain.num_passes
 
 
 def test_the_command_measures_answers_of_numbers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -447,10 +456,10 @@ def test_bench_prints_stages_limits_methods_and_ratios(
         *("transformers", "transformers-static", "transformers-forward"),
     ]
     decodings = {one["name"]: one for one in report["decodings"]}
-    assert decodings["autoregressive"]["passes"] == 7.0
+    assert passes_of(decodings["autoregressive"]) == 7.0
     assert decodings["lossless"]["equal_actions"] == 1.0
     assert decodings["transformers"]["equal_actions"] == 1.0
-    assert decodings["lossless"]["committed_by_pass"]
+    assert decodings["lossless"]["speculation"]["committed_by_pass"]
     assert decodings["within-bins r9"]["rule"].startswith("WithinBins(radius=9); plans: ")
     assert "lossless: ExactMatch(); plans: " in text
     assert report["rates"]["bytes_per_s"] > 0.0
@@ -458,7 +467,7 @@ def test_bench_prints_stages_limits_methods_and_ratios(
 
 def test_bench_warms_up_as_a_server_does(monkeypatch: pytest.MonkeyPatch) -> None:
     warmed = []
-    monkeypatch.setattr(VlaPolicy, "warm_up", lambda policy: warmed.append(policy.info.decoding))
+    monkeypatch.setattr(VlaPolicy, "warm_up", lambda policy, _: warmed.append(policy.info.decoding))
     few = ["--frames", "1", "--warm-ups", "0", "--threads", "1", "--dtype", "float32"]
     assert deft(["bench", "--random-weights", str(golden.TINY_OPENVLA), *few]) == 0
     assert warmed == ["lossless"]
@@ -471,7 +480,7 @@ def test_bench_runs_drafts_that_are_right_to_order(tmp_path: Path) -> None:
     sizes = ["--frames", "3", "--warm-ups", "0", "--threads", "1", "--dtype", "float32"]
     assert bench([*arguments, *scripted, *sizes]) == 0
     decodings = {one["name"]: one for one in json.loads(target.read_text())["decodings"]}
-    passes = {name: one["passes"] for name, one in decodings.items()}
+    passes = {name: passes_of(one) for name, one in decodings.items()}
     assert passes == {
         "autoregressive": 7.0,
         "lossless": passes["lossless"],

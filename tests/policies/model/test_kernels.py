@@ -10,7 +10,7 @@ from torch.nn import functional
 pytest.importorskip("triton", reason="fused kernels need Triton")
 
 from deft_policies.model.kernels.launch import Arguments, Constants, FusedKernels, Grid
-from deft_policies.model.llama import RMSNorm, Rotation
+from deft_policies.model.llama import RMSNorm, rotate_
 from deft_policies.model.sizes import LlamaSizes
 from tests.triton_twins import Counted
 
@@ -73,7 +73,7 @@ def test_rotating_and_appending_in_one_launch(dtype: torch.dtype, num_kv_heads: 
     cos, sin = random(3, 8, dtype=dtype, seed=1), random(3, 8, dtype=dtype, seed=2)
     cache = random(2, 10, 2 * num_kv_heads, 8, dtype=dtype, seed=3)
     plain, expected = fused.clone().view(3, -1, 8), cache.clone()
-    Rotation(cos[:, None], sin[:, None]).apply_(plain[:, :num_rotated])
+    rotate_(plain[:, :num_rotated], cos[:, None], sin[:, None])
     expected.view(20, 2 * num_kv_heads, 8)[slots] = plain[:, 4:]
     Counted().kernels.rotate_append(fused, (cos, sin), cache, slots, heads)
     assert_alike(fused.view(3, -1, 8)[:, :4], plain[:, :4])

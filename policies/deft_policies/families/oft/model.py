@@ -25,8 +25,8 @@ from deft_policies.families.oft.modules import RegressionHead, StateProjector
 from deft_policies.families.wrists import add_wrists, find_pictures
 from deft_policies.model.graphs import Reserve, StepRunner, Tensors
 from deft_policies.model.image import ImageProcessor
-from deft_policies.model.layout import pad_batch
 from deft_policies.model.passes import LlamaPasses, PassInput
+from deft_policies.model.staging import to_device
 from deft_policies.model.statistics import ActionStatistics
 from deft_policies.model.vla import OpenVLAModel
 
@@ -182,10 +182,10 @@ class Oft(OnePassModel):
     ) -> Tensor | None:
         if self.state_dim is None:
             return None
-        rows = []
-        for seen, key in zip(observations, keys, strict=True):
-            assert seen.state is not None
-            rows.append(normalise_state(seen.state.astype(np.float64), self.states[key]))
+        rows = [
+            normalise_state(np.asarray(seen.state, np.float64), self.states[key])
+            for seen, key in zip(observations, keys, strict=True)
+        ]
         return torch.from_numpy(np.array(rows, dtype=np.float32)).to(self.device)
 
     def reserve(self, longest_prompt: int, num_rows: int) -> Reserve:
@@ -204,8 +204,8 @@ class Oft(OnePassModel):
         shortest = min(len(text) for text in texts)
         padded = [text + [_FILLER_ID] * (longest - len(text)) for text in texts]
         return ChunkPrompts(
-            torch.tensor(padded).to(self.device, non_blocking=True),
-            torch.tensor([len(ids) for ids in prompts]).to(self.device, non_blocking=True),
+            to_device(padded, self.device),
+            to_device([len(ids) for ids in prompts], self.device),
             is_padded=shortest < longest or is_held,
         )
 
@@ -228,10 +228,8 @@ class Oft(OnePassModel):
     def see(self, pixels: Tensor, prompts: ChunkPrompts) -> Tensor:
         """Patches [row, picture * patch, width] of [row, picture, channel, height, width]."""
         text = (prompts.ids, prompts.lengths) if self.parts.film is not None else ()
-        inputs = tuple(self._pad(one) for one in (pixels, *text))
-        shapes = tuple(one.shape for one in inputs)
-        (patches,) = self.runner.run(("see", shapes), self._see_step, inputs)
-        return patches[: len(pixels)]
+        (patches,) = self.runner.run_batch("see", self._see_step, (pixels, *text))
+        return patches
 
     @torch.no_grad()
     def compute(self, patches: Tensor, prompts: ChunkPrompts, states: Tensor | None) -> Tensors:
@@ -245,16 +243,10 @@ class Oft(OnePassModel):
         if self.parts.state is not None:
             assert states is not None
             own.append(states.to(patches))
-        inputs = tuple(self._pad(one) for one in own)
         step = partial(self._answer_step, prompts.is_padded)
-        key = ("answer", prompts.is_padded, inputs[0].shape, inputs[1].shape)
-        found = self.runner.run(key, step, inputs)
+        found = self.runner.run_batch(("answer", prompts.is_padded), step, tuple(own))
         shape = (len(patches), self.parts.num_steps, self.parts.action_dim)
-        return tuple(one[: len(patches)].view(shape) for one in found)
-
-    def _pad(self, values: Tensor) -> Tensor:
-        reserve = self.runner.reserve
-        return values if reserve is None or len(values) > reserve.rows else pad_batch(values)
+        return tuple(one.view(shape) for one in found)
 
     def _see_step(self, pixels: Tensor, *text: Tensor) -> Tensors:
         modulations = None
