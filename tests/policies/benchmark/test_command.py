@@ -453,7 +453,7 @@ def test_bench_prints_stages_limits_methods_and_ratios(
     assert names == [
         *("autoregressive", "lossless", "within-bins r5", "within-bins r9"),
         *("autoregressive x2", "lossless x2", "within-bins r5 x2", "within-bins r9 x2"),
-        *("transformers", "transformers-static", "transformers-forward"),
+        *(one.value for one in BaselineLoop),
     ]
     decodings = {one["name"]: one for one in report["decodings"]}
     assert passes_of(decodings["autoregressive"]) == 7.0
