@@ -222,7 +222,7 @@ def build_qwen(model: Vla0) -> Any:
 
         disable_progress_bar()
         qwen: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(
-            str(model.run.model), dtype=model.network.words.weight.dtype
+            str(model.run.base), dtype=model.network.words.weight.dtype
         )
     return qwen.to(model.device).eval()
 

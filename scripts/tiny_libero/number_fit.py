@@ -185,6 +185,7 @@ def run_of(lowest: NDArray[np.float64], highest: NDArray[np.float64], directory:
     """What the run that is taught here says of pictures and numbers: VLA-0's, with one camera."""
     return RunFolder(
         model=directory,
+        base=directory,
         num_cameras=1,
         is_tiled=False,
         crop=0.875,

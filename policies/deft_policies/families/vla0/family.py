@@ -36,14 +36,16 @@ class Vla0Family(Family):
     name = Vla0.family
 
     def __init__(self, source: CheckpointSource, options: ModelOptions) -> None:
-        self._options, self._run = options, read_run(source.directory)
-        run, model = self._run, self._run.model
-        self._tokenizer = load_tokenizer(model)
+        base = None if source.overlay is None else source.directory
+        self._options, self._run = options, read_run(source.tuned, base)
+        run = self._run
+        self._tokenizer = load_tokenizer(run.model)
         low, high = (one.astype(np.float64) for one in (run.lowest, run.highest))
         statistics = ActionStatistics(low, high, np.ones(run.action_dim, bool))
-        ids = find_ids(self._tokenizer, model)
-        self.config = read_config(model, ids, {KEY: statistics})
-        self._weights = Vla0Weights.find(model, self.config)
+        ids = find_ids(self._tokenizer, run.model)
+        self.config = read_config(run.base, ids, {KEY: statistics})
+        adapter = None if run.base == run.model else run.model
+        self._weights = Vla0Weights.find(run.base, self.config, adapter)
         self.summary = (
             f"vla0: {run.num_steps} actions of {run.action_dim}, written as numbers, from "
             f"{run.num_cameras} camera(s)"
@@ -52,15 +54,13 @@ class Vla0Family(Family):
     @staticmethod
     def matches(source: CheckpointSource | None, options: ModelOptions) -> bool:
         """By the configuration of its training."""
-        return source is not None and is_run_folder(source.directory)
+        return source is not None and is_run_folder(source.tuned)
 
     @classmethod
     def open(cls, source: CheckpointSource | None, options: ModelOptions) -> "Vla0Family":
         """Raises `CheckpointError` for what is wrong, and for flags that say nothing to it."""
         if source is None:
             raise CheckpointError("--family vla0 needs a checkpoint: random weights have no words")
-        if source.overlay is not None:
-            raise CheckpointError(f"{source.overlay}: merge the adapter into its base first")
         said = {
             "--prompt": options.prompt,
             "--chunk": options.num_steps,
@@ -78,9 +78,9 @@ class Vla0Family(Family):
             raise CheckpointError(
                 f"{', '.join(given)}: a run of vla0 says all of this itself; leave it out"
             )
-        if not is_run_folder(source.directory):
+        if not is_run_folder(source.tuned):
             raise CheckpointError(
-                f"neither {source.directory} nor the folder above it has config.yaml and "
+                f"neither {source.tuned} nor the folder above it has config.yaml and "
                 "dataset_stats; give a run's folder, or the model in it"
             )
         return cls(source, options)

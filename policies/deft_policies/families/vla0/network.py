@@ -4,8 +4,9 @@ An answer is digits, spaces and an end: twelve tokens of some 150,000. So the de
 and its head have twelve rows, and prompts are embedded by the whole table before it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from deft_policies.checkpoint.fields import JsonFields
+from deft_policies.checkpoint.lora import LoraAdapter
 from deft_policies.checkpoint.open import check_tensors
 from deft_policies.checkpoint.tensor_file import StoredTensor, find_tensors, require_finite
 from deft_policies.errors import CheckpointError
@@ -179,6 +181,10 @@ def find_places(config: Vla0Config, has_new_names: bool) -> tuple[TensorPlace, .
     return (*places, TensorPlace("lm_head.weight", table, head))
 
 
+def _places_named_as(names: Collection[str], config: Vla0Config) -> tuple[TensorPlace, ...]:
+    return find_places(config, any(one.startswith(_NEW_LAYERS) for one in names))
+
+
 def _vision_places(sizes: QwenVisionSizes) -> Iterator[TensorPlace]:
     width, merged = sizes.width, sizes.width * sizes.merge**2
     patch = (width, 3, sizes.frames, sizes.patch, sizes.patch)
@@ -211,14 +217,21 @@ class Vla0Weights:
     config: Vla0Config
     stored: Mapping[str, StoredTensor]
     places: Sequence[TensorPlace]
+    adapter: LoraAdapter | None = None
+    adapted: Sequence[TensorPlace] = ()  # the same places by the adapter's names
 
     @staticmethod
-    def find(model: Path, config: Vla0Config) -> "Vla0Weights":
-        """Read the headers of a folder, of one file or of several."""
-        stored = find_tensors(model)
-        places = find_places(config, any(name.startswith(_NEW_LAYERS) for name in stored))
-        check_tensors(model, {name: one.shape for name, one in stored.items()}, places)
-        return Vla0Weights(config, stored, places)
+    def find(base: Path, config: Vla0Config, adapter: Path | None = None) -> "Vla0Weights":
+        """Read the headers of a folder, of one file or of several, and those of an adapter."""
+        stored = find_tensors(base)
+        places = _places_named_as(stored, config)
+        check_tensors(base, {name: one.shape for name, one in stored.items()}, places)
+        if adapter is None:
+            return Vla0Weights(config, stored, places)
+        lora = LoraAdapter(adapter)  # saved by another version than its base, perhaps
+        adapted = _places_named_as(lora.targets, config)
+        lora.check({one.name: one.shape for one in adapted})
+        return Vla0Weights(config, stored, places, lora, adapted)
 
     @torch.no_grad()
     def load(
@@ -230,10 +243,12 @@ class Vla0Weights:
         allocate(network, device)
         parameters = dict(network.named_parameters())
         ids = torch.tensor(self.config.ids, device=device)
-        for place in self.places:
+        for place, adapted in zip_longest(self.places, self.adapted):
             if place.parameter is None:
                 continue
             weight = self.stored[place.name].read(device)
+            if self.adapter is not None:
+                weight = self.adapter.merge(adapted.name, weight)
             require_finite(place.name, weight, self.stored[place.name].path)
             if place.parameter == "decoder.head.weight":
                 weight = weight[ids]

@@ -1,7 +1,7 @@
 """A run's folder as VLA-0 leaves it: how pictures are made, what an answer is, its statistics.
 
-`config.yaml` and `dataset_stats` lie in the run's folder, the model in `model_last` below it.
-Either may be named as the checkpoint.
+`config.yaml` and `dataset_stats` lie in the run's folder, the model in `model_last` below it, or a
+LoRA adapter that names its base. Either may be named as the checkpoint.
 """
 
 import json
@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deft_policies.checkpoint.fields import JsonFields
+from deft_policies.checkpoint.lora import find_adapter
+from deft_policies.checkpoint.open import locate_checkpoint
 from deft_policies.errors import CheckpointError
 from deft_policies.families.vla0.number_pickle import read_numbers
 
@@ -30,7 +32,8 @@ _NAMES_PICTURES = (4, 52)
 class RunFolder:
     """What a run says of the frames it is shown and of the numbers that it writes."""
 
-    model: Path  # the folder of the Hugging Face model
+    model: Path  # the folder of the Hugging Face model, or of the adapter
+    base: Path  # whose weights are read: the model's, or those that the adapter changes
     num_cameras: int
     is_tiled: bool  # all cameras in one picture, side by side
     crop: float  # share of a side that is kept; 1: all of it
@@ -55,22 +58,32 @@ def is_run_folder(directory: Path) -> bool:
     return any((one / RUN_FILE).is_file() and any(one.glob("dataset_stats.*")) for one in places)
 
 
-def read_run(directory: Path) -> RunFolder:
-    """Read a run's folder, or the one of its model; `CheckpointError` for what is not served."""
+def read_run(directory: Path, base: Path | None = None) -> RunFolder:
+    """Read a run's folder, or the one of its model; `CheckpointError` for what is not served.
+
+    An adapter's `base` is looked for where the adapter says, unless it is given.
+    """
     run = directory if (directory / RUN_FILE).is_file() else directory.parent
     model = run / MODEL_FOLDER if directory == run else directory
+    if base is None:
+        base = locate_checkpoint(str(model)).directory if find_adapter(model) else model
     path = run / RUN_FILE
     qwen, image = _read_config(path)
     if qwen.value("history", int, 1) != 1:
         raise qwen.error("history", "is not 1; only policies that see one frame are served")
     if qwen.value("action_type", str, "original") != "original":
         raise qwen.error("action_type", "is not 'original'; only absolute answers are served")
+    if base != model and qwen.value("use_qlora", bool, False):
+        raise qwen.error(
+            "use_qlora", "is true: the adapter belongs to a base in 4 bits, which is not served"
+        )
     crop, size = _CROP.search(image), _SIZE.search(image)
     action_dim = qwen.count("original_action_dim", 64)
     num_cameras = qwen.count("num_cam", 8)
     lowest, highest = _read_statistics(run, action_dim)
     return RunFolder(
         model=model,
+        base=base,
         num_cameras=num_cameras,
         is_tiled=num_cameras > 1 and qwen.value("tiled_rgb_imgs", bool, False),
         crop=float(crop[1]) if crop else 1.0,
@@ -78,10 +91,11 @@ def read_run(directory: Path) -> RunFolder:
         num_steps=qwen.count("horizon", 256),
         action_dim=action_dim,
         num_bins=qwen.count("num_bins_actions", 100_000),
-        names_pictures=qwen.value("add_vision_id", bool, False) and _names_pictures(model),
+        names_pictures=qwen.value("add_vision_id", bool, False)
+        and (base != model or _names_pictures(model)),
         lowest=lowest,
         highest=highest,
-        repetition_penalty=_read_penalty(model),
+        repetition_penalty=_read_penalty(base),
     )
 
 
