@@ -1,6 +1,7 @@
 """Opens VLA-0's runs: everything that files say, before weights are read."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from deft_policies.families.network import choose_runner
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.vla0.model import Vla0
 from deft_policies.families.vla0.network import (
+    HEAD,
     Vla0Weights,
     find_ids,
     load_tokenizer,
@@ -87,8 +89,14 @@ class Vla0Family(Family):
 
     @property
     def places(self) -> Sequence[TensorPlace]:
-        """Of the whole model: the table of words is kept for prompts."""
-        return self._weights.places
+        """As they are kept: twelve rows of the head, and for prompts the whole table of words."""
+        config = self._weights.config
+        return [
+            replace(one, shape=(len(config.ids), config.llm.width))
+            if one.parameter == HEAD
+            else one
+            for one in self._weights.places
+        ]
 
     def load(
         self, device: torch.device, dtype: torch.dtype, runner: StepRunner | None = None

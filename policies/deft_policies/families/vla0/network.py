@@ -32,6 +32,7 @@ CHARACTERS = "0123456789 "  # of an answer; behind them stands its end
 _MOST_POSITIONS = 4096  # more than any prompt and answer have: a table of angles is kept of them
 _FRAME_SIZE = 256  # of LIBERO's cameras
 _NEW_LAYERS = "model.language_model."  # how names begin since transformers 4.52
+HEAD = "decoder.head.weight"
 _BIASED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _BLOCK = {
     "norm1": "attention_norm",
@@ -177,7 +178,7 @@ def find_places(config: Vla0Config, has_new_names: bool) -> tuple[TensorPlace, .
                 bias = f"{ours}.{one.parameter}.bias"
                 places.append(TensorPlace(f"{name}.bias", one.shape[:1], bias, one.first_row))
     places.append(TensorPlace(f"{layers}norm.weight", (llm.width,), "decoder.norm.weight"))
-    head = None if config.is_tied else "decoder.head.weight"
+    head = None if config.is_tied else HEAD
     return (*places, TensorPlace("lm_head.weight", table, head))
 
 
@@ -250,7 +251,7 @@ class Vla0Weights:
             if self.adapter is not None:
                 weight = self.adapter.merge(adapted.name, weight)
             require_finite(place.name, weight, self.stored[place.name].path)
-            if place.parameter == "decoder.head.weight":
+            if place.parameter == HEAD:
                 weight = weight[ids]
             rows = parameters[place.parameter][place.first_row :][: len(weight)]
             rows.copy_(weight.view(rows.shape))
