@@ -80,6 +80,7 @@ class Thought:
     before: str | None  # what it wrote of the frame before
     trace: DecodeTrace | None
     error: str = ""  # why there is no action in it
+    action_dim: int = 0  # numbers of an action; 0 where there is none
 
 
 @dataclass(frozen=True)
@@ -256,7 +257,8 @@ def _see(session: SessionHistory, event: FinishedAction, text: str | None) -> No
     before = None if session.thought is None else session.thought.text
     trace = None if event.chunk is None else event.chunk.trace
     error = "" if event.error is None else str(event.error)
-    session.thought = None if text is None else Thought(text, before, trace, error)
+    action_dim = 0 if event.chunk is None else event.chunk.actions.shape[1]
+    session.thought = None if text is None else Thought(text, before, trace, error, action_dim)
 
 
 def _key(event: Event) -> str:

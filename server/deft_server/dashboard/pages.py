@@ -11,11 +11,14 @@ import base64
 import contextlib
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from io import BytesIO
+from itertools import groupby
+from operator import itemgetter
 from weakref import WeakKeyDictionary
 
 from PIL import Image as pillow
@@ -40,6 +43,7 @@ _OVERVIEW_S = 0.5
 _THUMBNAIL_S = 2.0
 _QUIET_S = 3.0  # a session that has sent nothing for so long makes room for one that does
 _THUMBNAIL_SIDE = 64
+_NUMBERS = re.compile("[0-9 ]+")
 
 Json = dict[str, object]
 
@@ -366,12 +370,33 @@ def thought_fields(thought: Thought) -> Json:
         parts[-1].update(text="", before=None)  # action tokens are no words
     return {
         "parts": parts,
+        "rows": _number_rows(thought),
         "boxes": [vars(one) for one in found.boxes],
         "gripper": found.gripper,
         "passes": 0 if trace is None else trace.num_passes,
         "tokens": 0 if trace is None else len(trace.tokens),
         "error": thought.error or None,
     }
+
+
+def _number_rows(thought: Thought) -> list[list[Json]] | None:
+    """An answer that is numbers, a row for each action: runs of text that were drafted, or not.
+
+    Its digits and spaces are a token each.
+    """
+    if not _NUMBERS.fullmatch(thought.text):
+        return None
+    passes = () if thought.trace is None else thought.trace.passes
+    is_drafted = [kept for one in passes for kept in (*[True] * one.accepted_length, False)]
+    words, rows, start = thought.text.split(" "), list[list[Json]](), 0
+    length = thought.action_dim or len(words)
+    for first in range(0, len(words), length):
+        text = " ".join(words[first : first + length])
+        marks = [*is_drafted[start:], *[False] * len(text)]
+        runs = groupby(zip(text, marks, strict=False), itemgetter(1))
+        rows.append([{"drafted": kept, "text": "".join(c for c, _ in run)} for kept, run in runs])
+        start += len(text) + 1
+    return rows
 
 
 def _said(parts: Sequence[Part], like: Part) -> str:

@@ -26,6 +26,7 @@ from deft_server.dashboard.history import (
     WINDOW_S,
     History,
     PassCounts,
+    Thought,
     counts_of,
 )
 from deft_server.dashboard.pages import thought_fields
@@ -238,6 +239,22 @@ def test_texts_are_kept_even_where_they_hold_no_action() -> None:
     assert [(one["tag"], one["before"]) for one in told["parts"]] == [("TASK", "go"), ("PLAN", "")]
     history.note(finished(), 2.0)
     assert session.thought is None
+
+
+def test_an_answer_of_numbers_is_rows_of_what_was_drafted_and_what_was_not() -> None:
+    passes = [
+        PassTrace(True, (0, 1, 2), (-1, 0, 1), ("", "a", "a"), (1, 2, 10), (1, 2), 10),
+        PassTrace(False, (10,), (-1,), ("",), (3,), (), 3),
+    ]
+    trace = DecodeTrace("lossless", (1, 2, 10, 3, 11), (1, 2, 10, 3, 11), (), passes)
+    told = thought_fields(Thought("12 3 4 5", None, trace, action_dim=2))
+    assert told["rows"] == [
+        [{"drafted": True, "text": "12"}, {"drafted": False, "text": " 3"}],
+        [{"drafted": False, "text": "4 5"}],
+    ]
+    untold = thought_fields(Thought("12 3", None, None, "it did not end"))
+    assert untold["rows"] == [[{"drafted": False, "text": "12 3"}]]
+    assert thought_fields(Thought("go PLAN: 1", None, trace))["rows"] is None
 
 
 def test_a_session_has_a_name_that_people_can_read_and_tell_apart():

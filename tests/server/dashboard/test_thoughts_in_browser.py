@@ -9,6 +9,8 @@ import pytest
 from deft_client.types import ActOptions, Observation
 from deft_client.wire import msgpack_codec
 from deft_client.wire.messages import ActMessage
+from deft_policies.families.loading import load_policy
+from deft_policies.families.options import ModelOptions
 from deft_server.app import create_app
 from tests.browser import (
     WIDTHS,
@@ -19,7 +21,9 @@ from tests.browser import (
     opened,
     sync_api,
 )
+from tests.golden_vla0 import GOLDEN, cameras, variant
 from tests.server.running import running
+from tests.standins.policies import PATIENCE_S
 from tests.standins.thinking import ThinkingPolicy
 
 expect = sync_api.expect
@@ -43,11 +47,14 @@ def browser() -> Iterator["sync_api.Browser"]:
 
 def send(address: str, times: int = 1) -> None:
     frame = np.full((120, 160, 3), 90, np.uint8)
-    options = ActOptions(session_id="arm")
-    body = msgpack_codec.encode_request(ActMessage(Observation(frame, "tidy up"), options))
     for _ in range(times):
-        headers = {"content-type": msgpack_codec.CONTENT_TYPE}
-        httpx2.post(f"http://{address}/v1/act", content=body, headers=headers)
+        post(address, Observation(frame, "tidy up"))
+
+
+def post(address: str, observation: Observation) -> None:
+    body = msgpack_codec.encode_request(ActMessage(observation, ActOptions(session_id="arm")))
+    headers = {"content-type": msgpack_codec.CONTENT_TYPE}
+    httpx2.post(f"http://{address}/v1/act", content=body, headers=headers, timeout=PATIENCE_S)
 
 
 def test_changed_words_are_marked_and_what_is_pointed_at_is_drawn(
@@ -83,6 +90,28 @@ def test_long_texts_can_be_read_by_everybody(
         expect(page.locator("#link")).to_have_text("live")
         send(address, 2)
         expect(page.locator("#thought-parts dd").nth(5)).to_contain_text("move right")
+        assert_everybody_can_use(page)
+        assert_fits(page, width)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_an_answer_of_numbers_is_shown_by_rows_with_its_drafts_marked(
+    browser: "sync_api.Browser", width: int
+) -> None:
+    session = variant("untied")["sessions"][0]
+    policy = load_policy(ModelOptions(checkpoint=str(GOLDEN / "untied"), is_guarded=False))
+    with (
+        running(create_app(policy)) as address,
+        opened(browser, f"http://{address}/dashboard", width) as page,
+    ):
+        expect(page.locator("#link")).to_have_text("live")
+        for frame in session["frames"][:2]:
+            image, wrist = cameras(frame)
+            post(address, Observation(image, session["instruction"], {"wrist": wrist}))
+        expect(page.locator("#thought-parts mark")).not_to_have_count(0)
+        expect(page.locator("#thought-title")).to_have_text("Answer as it was written")
+        rows = page.locator("#thought-parts dd").all_inner_texts()
+        assert [len(row.split()) for row in rows] == [7] * 8
         assert_everybody_can_use(page)
         assert_fits(page, width)
 

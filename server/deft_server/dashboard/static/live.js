@@ -127,6 +127,9 @@ export class LiveView {
     byId("trees").hidden = Boolean(thought);
     if (!thought) return;
     this.#trace = null;
+    byId("thought-title").textContent = thought.rows ? "Answer as it was written" : "Reasoning";
+    byId("thought-marks").dataset.swatch = thought.rows ? "draft" : "relaxed";
+    byId("thought-marks").textContent = thought.rows ? "marked: accepted drafts" : "marked: not so in the frame before";
     showReasoning(byId("thought-parts"), byId("thought-cost"), thought);
     const frame = byId("frame");
     frame.onload = () => drawPointed(byId("pointed"), thought, frame.naturalWidth, frame.naturalHeight);

@@ -7,12 +7,17 @@ const LABEL = 1 / 26; // of the picture's width
 const MOST_CELLS = 2_000_000; // of the table that compares two parts word by word
 
 export function showReasoning(list, aside, thought) {
-  list.replaceChildren(...thought.parts.flatMap((part) => [
-    element("dt", {}, part.tag, element("small", {}, told(part))),
-    element("dd", {}, ...marked(part)),
-  ]));
+  const shown = thought.rows
+    ? thought.rows.map((runs, index) => [["step ", String(index + 1)], runs.map(run)])
+    : thought.parts.map((part) => [[part.tag, element("small", {}, told(part))], marked(part)]);
+  list.classList.toggle("rows", Boolean(thought.rows));
+  list.replaceChildren(...shown.flatMap(([term, content]) => [element("dt", {}, ...term), element("dd", {}, ...content)]));
   aside.textContent = thought.error ?? `${thought.passes} ${thought.passes === 1 ? "pass" : "passes"} · ${thought.tokens} tokens`;
   aside.dataset.state = thought.error ? "bad" : "";
+}
+
+function run({ text, drafted }) {
+  return drafted ? element("mark", {}, text) : text;
 }
 
 function told({ tokens, passes, ms }) {
