@@ -20,18 +20,12 @@ from numpy.typing import NDArray
 
 from deft_client.reasoning import find_parts
 from deft_policies.checkpoint.config import load_training
-from deft_policies.checkpoint.open import Checkpoint, CheckpointSource
+from deft_policies.checkpoint.open import CheckpointSource
 from deft_policies.decoding.batch import AnswerSpec
 from deft_policies.errors import CheckpointError, NoActionError
 from deft_policies.families.family import Values
 from deft_policies.families.network import load_network
-from deft_policies.families.openvla import (
-    OpenVLA,
-    OpenVLAFamily,
-    VlaTarget,
-    check_one_action,
-    open_files,
-)
+from deft_policies.families.openvla import OpenVLA, OpenVLAFamily, VlaTarget
 from deft_policies.families.options import ModelOptions
 from deft_policies.model.graphs import StepRunner
 from deft_policies.model.image import ImageProcessor
@@ -100,13 +94,18 @@ class EcotFamily(OpenVLAFamily):
     """Thinks aloud in every answer, or where reasoning is asked for."""
 
     name = Ecot.family
+    refuses = ()
 
-    def __init__(self, options: ModelOptions, checkpoint: Checkpoint) -> None:
-        super().__init__(options, checkpoint)
-        config = checkpoint.config
+    def __init__(self, source: CheckpointSource | None, options: ModelOptions) -> None:
+        if source is None:
+            raise CheckpointError("--family ecot needs a checkpoint: random weights have no words")
+        if options.action_rows_only:
+            raise CheckpointError("--action-rows-only: ecot writes words, too; leave it out")
+        super().__init__(source, options)
+        assert self.checkpoint is not None
+        config, self._at_once = self.config, self.checkpoint.encoder
         self._template, self._acts_at_once = _find_prompts(config.training.prompts, options)
-        self._at_once = checkpoint.encoder
-        self._aloud = checkpoint.encoder.with_template(self._template)
+        self._aloud = self._at_once.with_template(self._template)
         self._stop = self._aloud.find_piece(EOS_PIECE)
         self._max_tokens = _find_room(config, options.max_tokens)
         self.summary = f"ecot: up to {self._max_tokens} tokens of text and action from one picture"
@@ -122,16 +121,6 @@ class EcotFamily(OpenVLAFamily):
         is_taught = any(one.value in noted for one in _TEMPLATES.values())
         names = (Path(source.name).name, source.tuned.name)
         return options.prompt is not None or is_taught or any(map(_NAME.search, names))
-
-    @classmethod
-    def open(cls, source: CheckpointSource | None, options: ModelOptions) -> "EcotFamily":
-        """Raises `CheckpointError` for what cannot work, as far as files tell."""
-        if source is None:
-            raise CheckpointError("--family ecot needs a checkpoint: random weights have no words")
-        check_one_action(options, cls.name)
-        if options.action_rows_only:
-            raise CheckpointError("--action-rows-only: ecot writes words, too; leave it out")
-        return cls(options, open_files(source, options))
 
     def load(
         self, device: torch.device, dtype: torch.dtype, runner: StepRunner | None = None

@@ -22,7 +22,7 @@ from deft_policies.decoding.batch import AnswerSpec
 from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.engine import WIDEST
 from deft_policies.decoding.target import Prompts, Target
-from deft_policies.errors import RequestError
+from deft_policies.errors import CheckpointError, RequestError
 from deft_policies.families.options import ModelOptions
 from deft_policies.model.graphs import StepRunner
 from deft_policies.model.image import ImageProcessor
@@ -157,23 +157,25 @@ class OnePassModel(Model):
 class Family(ABC):
     """One kind of model. An instance is a checkpoint of it whose files were found in order.
 
-    Without a checkpoint, weights are drawn.
+    Without a `source`, weights are drawn.
     """
 
     name: str
     summary: str  # what it answers from what, for people
     config: VlaConfig
-    source: CheckpointSource | None = None
+    refuses: tuple[str, ...] = ()  # kinds of flags that say nothing to it, and why they do not
+    refusal = ""
+
+    def __init__(self, source: CheckpointSource | None, options: ModelOptions) -> None:
+        """Check everything but the weights; raises `CheckpointError`."""
+        if given := options.given(*self.refuses):
+            raise CheckpointError(f"{', '.join(given)}: {self.refusal}")
+        self.source, self.options = source, options
 
     @staticmethod
     @abstractmethod
     def matches(source: CheckpointSource | None, options: ModelOptions) -> bool:
         """Whether files, or options where no file tells, look like it."""
-
-    @classmethod
-    @abstractmethod
-    def open(cls, source: CheckpointSource | None, options: ModelOptions) -> "Family":
-        """Check everything but the weights; raises `CheckpointError`."""
 
     @property
     @abstractmethod

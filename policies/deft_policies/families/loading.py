@@ -63,9 +63,7 @@ def open_model(options: ModelOptions) -> Family:
     source = None
     if options.checkpoint is not None:
         source = locate_checkpoint(options.checkpoint, options.adapter)
-    family = find_family(source, options).open(source, options)
-    family.source = source
-    return family
+    return find_family(source, options)(source, options)
 
 
 def load_policy(options: ModelOptions) -> VlaPolicy:

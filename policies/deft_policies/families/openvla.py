@@ -189,26 +189,26 @@ class OpenVLAFamily(Family):
     name = OpenVLA.family
     config: OpenVLAConfig
 
-    def __init__(self, options: ModelOptions, checkpoint: Checkpoint | None) -> None:
-        self.options, self.checkpoint = options, checkpoint
-        self.config = checkpoint.config if checkpoint else named_sizes(options.random_weights)
+    refuses: tuple[str, ...] = (OF_REASONING,)
+    refusal = "openvla writes nothing but actions; leave it out, or say --family ecot"
+
+    def __init__(self, source: CheckpointSource | None, options: ModelOptions) -> None:
+        """Raises `CheckpointError` if it is OFT's, or could be and nobody says it is not."""
+        super().__init__(source, options)
+        if options.num_steps not in (None, 1) or options.num_pictures is not None:
+            raise CheckpointError(
+                f"{self.name} answers one action at a time and looks at one picture; leave "
+                "--family away, or say --family oft"
+            )
+        self.checkpoint = None if source is None else _open_files(source, options)
+        sizes = options.random_weights
+        self.config = named_sizes(sizes) if self.checkpoint is None else self.checkpoint.config
         self.summary = "openvla: one action from one picture"
 
     @staticmethod
     def matches(source: CheckpointSource | None, options: ModelOptions) -> bool:
         """Asked last."""
         return True
-
-    @classmethod
-    def open(cls, source: CheckpointSource | None, options: ModelOptions) -> "OpenVLAFamily":
-        """Raises `CheckpointError` if it is OFT's, or could be and nobody says it is not."""
-        check_one_action(options, cls.name)
-        if given := options.given(OF_REASONING):
-            raise CheckpointError(
-                f"{', '.join(given)}: openvla writes nothing but actions; leave it out, or say "
-                "--family ecot"
-            )
-        return cls(options, None if source is None else open_files(source, options))
 
     @property
     def places(self) -> Sequence[TensorPlace]:
@@ -241,16 +241,7 @@ class OpenVLAFamily(Family):
         return target, ImageProcessor(config.image, options.image_chain or ImageChain.NONE)
 
 
-def check_one_action(options: ModelOptions, family: str) -> None:
-    """Refuse options that ask for more actions or pictures."""
-    if options.num_steps not in (None, 1) or options.num_pictures is not None:
-        raise CheckpointError(
-            f"{family} answers one action at a time and looks at one picture; leave --family away, "
-            "or say --family oft"
-        )
-
-
-def open_files(source: CheckpointSource, options: ModelOptions) -> Checkpoint:
+def _open_files(source: CheckpointSource, options: ModelOptions) -> Checkpoint:
     """Check all of a checkpoint's files; raises `CheckpointError` if they are, or may be, OFT's."""
     checkpoint = open_source(source)
     head = find_file(source.tuned, HEAD)

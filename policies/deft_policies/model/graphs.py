@@ -19,6 +19,7 @@ _log = logging.getLogger(__name__)
 
 Tensors = tuple[Tensor, ...]
 Step = Callable[..., Tensors]
+BUCKET = 16  # to whose multiples captured prompts are padded
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,6 @@ class Reserve:
     rows: int = 8
     shortest: int = 16  # positions of a prompt, patches included
     longest: int = 320
-    bucket: int = 16  # to whose multiples prompts are padded
 
     def holds(self, num_rows: int, num_positions: int) -> bool:
         """Whether a batch is within it."""
@@ -41,13 +41,13 @@ class Reserve:
     def padded(self, num_positions: int) -> int:
         """The length of the captured prompts that one of this length is padded to."""
         needed = max(num_positions, self.shortest)
-        return needed + -needed % self.bucket
+        return needed + -needed % BUCKET
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Every length of captured prompts."""
         start, stop = self.padded(self.shortest), self.padded(self.longest)
-        return tuple(range(start, stop + 1, self.bucket))
+        return tuple(range(start, stop + 1, BUCKET))
 
     @property
     def batches(self) -> tuple[int, ...]:

@@ -47,24 +47,25 @@ _NUM_HEAD_BLOCKS = 2
 _STATE_DIM = 8
 
 
+# What states are normalised by is by key. Without a checkpoint weights are drawn.
+Opened = tuple[OpenVLAConfig, ChunkParts, Mapping[str, ActionStatistics], Checkpoint | None]
+
+
 class OftFamily(Family):
     """Chunks of actions in one pass, with OFT's head or as tokens."""
 
     name = Oft.family
     config: OpenVLAConfig
 
-    def __init__(
-        self,
-        options: ModelOptions,
-        config: OpenVLAConfig,
-        parts: ChunkParts,
-        states: Mapping[str, ActionStatistics],
-        checkpoint: Checkpoint | None = None,
-    ) -> None:
-        """Where weights are drawn, so are those of the parts."""
-        self.config = config
-        self._options, self._checkpoint = options, checkpoint
-        self._parts, self._states = parts, states
+    refuses = (OF_DECODING, OF_REASONING)
+    refusal = "an OFT model answers in one pass, nothing is drafted or written; leave it out"
+
+    def __init__(self, source: CheckpointSource | None, options: ModelOptions) -> None:
+        """Raises `CheckpointError` for what is wrong, and for what no file tells."""
+        super().__init__(source, options)
+        opened = _open_random(options) if source is None else _open_files(source, options)
+        self.config, parts, self._states, self._checkpoint = opened
+        self._parts = parts
         self.summary = (
             f"oft: {parts.num_steps} actions of {parts.action_dim} from {parts.num_pictures} "
             "picture(s)"
@@ -77,16 +78,6 @@ class OftFamily(Family):
             return True
         return source is not None and find_file(source.tuned, HEAD) is not None
 
-    @classmethod
-    def open(cls, source: CheckpointSource | None, options: ModelOptions) -> "OftFamily":
-        """Raises `CheckpointError` for what is wrong, and for what no file tells."""
-        if given := options.given(OF_DECODING, OF_REASONING):
-            raise CheckpointError(
-                f"{', '.join(given)}: an OFT model answers in one pass, nothing is drafted or "
-                "written; leave it out"
-            )
-        return _open_random(options) if source is None else _open_files(source, options)
-
     @property
     def places(self) -> Sequence[TensorPlace]:
         """Of the model; its parts are small."""
@@ -96,7 +87,7 @@ class OftFamily(Family):
         self, device: torch.device, dtype: torch.dtype, runner: StepRunner | None = None
     ) -> Oft:
         """Read the weights, or draw them."""
-        options, parts, config = self._options, self._parts, self.config
+        options, parts, config = self.options, self._parts, self.config
         network, encode = load_network(self._checkpoint, options, device, dtype)
         if self._checkpoint is None:
             parts = _drawn(parts, config.llm.width, options.seed, device)
@@ -107,7 +98,7 @@ class OftFamily(Family):
         return model
 
 
-def _open_files(source: CheckpointSource, options: ModelOptions) -> OftFamily:
+def _open_files(source: CheckpointSource, options: ModelOptions) -> Opened:
     directory, film = source.tuned, find_file(source.tuned, VISION)
     if film is not None and source.overlay is not None:
         raise CheckpointError(
@@ -153,10 +144,10 @@ def _open_files(source: CheckpointSource, options: ModelOptions) -> OftFamily:
                 f"{find_file(directory, STATE)} reads {parts.state_dim}; restore the files "
                 "of one fine-tuning run"
             )
-    return OftFamily(options, replace(config, statistics=actions), parts, states, checkpoint)
+    return replace(config, statistics=actions), parts, states, checkpoint
 
 
-def _open_random(options: ModelOptions) -> OftFamily:
+def _open_random(options: ModelOptions) -> Opened:
     """Sizes of a model with a head that reads a state, whose answers will be noise."""
     config = named_sizes(options.random_weights)
     (key, statistics), *_ = config.statistics.items()
@@ -164,7 +155,7 @@ def _open_random(options: ModelOptions) -> OftFamily:
     parts = _choose_parts(options, statistics.action_dim, looked_at)
     ones = np.ones(_STATE_DIM)
     states = {key: ActionStatistics(-ones, ones, ones > 0)}
-    return OftFamily(options, replace(config, statistics={key: statistics}), parts, states)
+    return replace(config, statistics={key: statistics}), parts, states, None
 
 
 def _drawn(parts: ChunkParts, width: int, seed: int, device: torch.device) -> ChunkParts:

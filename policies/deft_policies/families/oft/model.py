@@ -23,7 +23,7 @@ from deft_policies.families.action_tokens import RANGE_EPS, ActionCodec, unnorma
 from deft_policies.families.family import Encode, OnePassModel, Values
 from deft_policies.families.oft.modules import RegressionHead, StateProjector
 from deft_policies.families.wrists import add_wrists, find_pictures
-from deft_policies.model.graphs import Reserve, StepRunner, Tensors
+from deft_policies.model.graphs import BUCKET, Reserve, StepRunner, Tensors
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.passes import LlamaPasses, PassInput
 from deft_policies.model.staging import to_device
@@ -33,7 +33,6 @@ from deft_policies.model.vla import OpenVLAModel
 METHOD = "parallel"
 STOP_ID = 2
 _FILLER_ID = 1  # its embedding is never used
-_MOST_PADDING = Reserve().bucket
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ class Oft(OnePassModel):
         self.num_before = pictures + (parts.state is not None)
         self.num_others = self.num_before + parts.num_values + 1
         most = network.decoder.sizes.max_positions
-        self.longest_prompt = most - self.num_others - _MOST_PADDING
+        self.longest_prompt = most - self.num_others - BUCKET
         # A head's values have no bounds; and poses, unlike motions, never stand still.
         self.may_exceed = parts.head is not None
         self.num_steps = parts.num_steps

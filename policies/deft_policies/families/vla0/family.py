@@ -37,10 +37,12 @@ class Vla0Family(Family):
 
     name = Vla0.family
 
-    def __init__(self, source: CheckpointSource, options: ModelOptions) -> None:
+    def __init__(self, source: CheckpointSource | None, options: ModelOptions) -> None:
+        """Raises `CheckpointError` for what is wrong, and for flags that say nothing to it."""
+        super().__init__(source, options)
+        source = _check(source, options)
         base = None if source.overlay is None else source.directory
-        self._options, self._run = options, read_run(source.tuned, base)
-        run = self._run
+        self._run = run = read_run(source.tuned, base)
         self._tokenizer = load_tokenizer(run.model)
         low, high = (one.astype(np.float64) for one in (run.lowest, run.highest))
         statistics = ActionStatistics(low, high, np.ones(run.action_dim, bool))
@@ -58,35 +60,6 @@ class Vla0Family(Family):
         """By the configuration of its training."""
         return source is not None and is_run_folder(source.tuned)
 
-    @classmethod
-    def open(cls, source: CheckpointSource | None, options: ModelOptions) -> "Vla0Family":
-        """Raises `CheckpointError` for what is wrong, and for flags that say nothing to it."""
-        if source is None:
-            raise CheckpointError("--family vla0 needs a checkpoint: random weights have no words")
-        said = {
-            "--prompt": options.prompt,
-            "--chunk": options.num_steps,
-            "--pictures": options.num_pictures,
-            "--image-chain": options.image_chain,
-            "--action-rows-only": options.action_rows_only or None,
-        }
-        if options.quantization not in (Quantization.NONE, Quantization.INT8):
-            raise CheckpointError(
-                f"--quantize {options.quantization.value}: vla0 is served in int8 or unquantized; "
-                "nobody has compared its numbers in another format"
-            )
-        given = [name for name, value in said.items() if value is not None]
-        if given:
-            raise CheckpointError(
-                f"{', '.join(given)}: a run of vla0 says all of this itself; leave it out"
-            )
-        if not is_run_folder(source.tuned):
-            raise CheckpointError(
-                f"neither {source.tuned} nor the folder above it has config.yaml and "
-                "dataset_stats; give a run's folder, or the model in it"
-            )
-        return cls(source, options)
-
     @property
     def places(self) -> Sequence[TensorPlace]:
         """As they are kept: twelve rows of the head, and for prompts the whole table of words."""
@@ -102,7 +75,7 @@ class Vla0Family(Family):
         self, device: torch.device, dtype: torch.dtype, runner: StepRunner | None = None
     ) -> Vla0:
         """Read the weights."""
-        options = self._options
+        options = self.options
         check_quantization(options.quantization, device, dtype)
         check_memory(self.places, device, dtype, options.quantization)
         network = self._weights.load(device, dtype, options.quantization)
@@ -110,3 +83,32 @@ class Vla0Family(Family):
         runner = runner or choose_runner(options, device, reserve)
         max_tokens = options.max_tokens or MAX_TOKENS
         return Vla0(network, self._run, self._tokenizer, runner, max_tokens)
+
+
+def _check(source: CheckpointSource | None, options: ModelOptions) -> CheckpointSource:
+    """The source, where it is a run and nothing is asked that a run says itself."""
+    if source is None:
+        raise CheckpointError("--family vla0 needs a checkpoint: random weights have no words")
+    said = {
+        "--prompt": options.prompt,
+        "--chunk": options.num_steps,
+        "--pictures": options.num_pictures,
+        "--image-chain": options.image_chain,
+        "--action-rows-only": options.action_rows_only or None,
+    }
+    if options.quantization not in (Quantization.NONE, Quantization.INT8):
+        raise CheckpointError(
+            f"--quantize {options.quantization.value}: vla0 is served in int8 or unquantized; "
+            "nobody has compared its numbers in another format"
+        )
+    given = [name for name, value in said.items() if value is not None]
+    if given:
+        raise CheckpointError(
+            f"{', '.join(given)}: a run of vla0 says all of this itself; leave it out"
+        )
+    if not is_run_folder(source.tuned):
+        raise CheckpointError(
+            f"neither {source.tuned} nor the folder above it has config.yaml and "
+            "dataset_stats; give a run's folder, or the model in it"
+        )
+    return source
