@@ -1,7 +1,8 @@
 """The vision tower of Qwen2.5-VL: patches of a picture to tokens of the decoder.
 
 Most blocks attend within windows of the picture, a few to all of it. Patches are put in the order
-of windows first, and the tokens back in the picture's order at the end.
+of windows first, and the tokens back in the picture's order at the end. Modules have the names of
+the published files.
 """
 
 from collections.abc import Sequence
@@ -56,24 +57,26 @@ class QwenVision(nn.Module):
     def __init__(self, sizes: QwenVisionSizes) -> None:
         super().__init__()
         self.sizes = sizes
-        self.patches = nn.Linear(sizes.patch_numbers, sizes.width, bias=False)
+        project = nn.Linear(sizes.patch_numbers, sizes.width, bias=False)
+        self.patch_embed = nn.ModuleDict({"proj": project})
         self.blocks = nn.ModuleList(_Block(sizes) for _ in range(sizes.num_blocks))
         merged = sizes.width * sizes.merge**2
-        self.merger_norm = RMSNorm(sizes.width, _NORM_EPS)
-        self.merger_in = nn.Linear(merged, merged)
-        self.merger_out = nn.Linear(merged, sizes.out_width)
+        out = nn.Sequential(
+            nn.Linear(merged, merged), nn.GELU(), nn.Linear(merged, sizes.out_width)
+        )
+        self.merger = nn.ModuleDict({"ln_q": RMSNorm(sizes.width, _NORM_EPS), "mlp": out})
         self._layout = lru_cache(maxsize=8)(self._make_layout)
 
     def forward(self, patches: Tensor, grid: tuple[int, int]) -> Tensor:
         """`grid` is rows and columns of patches; patches of a merged place lie together."""
         layout = self._layout(grid, patches.device)
-        hidden = self.patches(patches)
+        hidden = self.patch_embed["proj"](patches)
         hidden = self._by_places(hidden)[:, layout.order].flatten(1, 2)
         for number, block in enumerate(self.blocks):
             is_full = number in self.sizes.full_blocks
             hidden = block(hidden, layout, (hidden.shape[1],) if is_full else layout.windows)
-        merged = self._by_places(self.merger_norm(hidden)).flatten(2)
-        tokens: Tensor = self.merger_out(functional.gelu(self.merger_in(merged)))
+        merged = self._by_places(self.merger["ln_q"](hidden)).flatten(2)
+        tokens: Tensor = self.merger["mlp"](merged)
         return tokens[:, layout.back]
 
     def _by_places(self, hidden: Tensor) -> Tensor:
@@ -119,24 +122,30 @@ class _Block(nn.Module):
     def __init__(self, sizes: QwenVisionSizes) -> None:
         super().__init__()
         self.num_heads = sizes.num_heads
-        self.attention_norm = RMSNorm(sizes.width, _NORM_EPS)
-        self.qkv = nn.Linear(sizes.width, 3 * sizes.width)
-        self.out = nn.Linear(sizes.width, sizes.width)
-        self.mlp_norm = RMSNorm(sizes.width, _NORM_EPS)
-        self.gate = nn.Linear(sizes.width, sizes.mlp_width)
-        self.up = nn.Linear(sizes.width, sizes.mlp_width)
-        self.down = nn.Linear(sizes.mlp_width, sizes.width)
+        width, wide = sizes.width, sizes.mlp_width
+        self.norm1, self.norm2 = RMSNorm(width, _NORM_EPS), RMSNorm(width, _NORM_EPS)
+        self.attn = nn.ModuleDict(
+            {"qkv": nn.Linear(width, 3 * width), "proj": nn.Linear(width, width)}
+        )
+        self.mlp = nn.ModuleDict(
+            {
+                "gate_proj": nn.Linear(width, wide),
+                "up_proj": nn.Linear(width, wide),
+                "down_proj": nn.Linear(wide, width),
+            }
+        )
 
     def forward(self, hidden: Tensor, layout: PictureLayout, windows: Sequence[int]) -> Tensor:
         """[picture, patch, width], patches seeing those of their window."""
-        hidden = hidden + self.out(self._attend(self.attention_norm(hidden), layout, windows))
-        normed = self.mlp_norm(hidden)
-        gated = functional.silu(self.gate(normed)) * self.up(normed)
-        found: Tensor = hidden + self.down(gated)
+        attended = self._attend(self.norm1(hidden), layout, windows)
+        hidden = hidden + self.attn["proj"](attended)
+        normed = self.norm2(hidden)
+        gated = functional.silu(self.mlp["gate_proj"](normed)) * self.mlp["up_proj"](normed)
+        found: Tensor = hidden + self.mlp["down_proj"](gated)
         return found
 
     def _attend(self, normed: Tensor, layout: PictureLayout, windows: Sequence[int]) -> Tensor:
-        split = self.qkv(normed).unflatten(2, (3, self.num_heads, -1))
+        split = self.attn["qkv"](normed).unflatten(2, (3, self.num_heads, -1))
         queries, keys, values = split.unbind(2)  # [picture, patch, head, head_dim]
         heads = [_rotated(queries, layout), _rotated(keys, layout), values]
         parts = [torch.split(one.transpose(1, 2), list(windows), dim=2) for one in heads]

@@ -34,15 +34,6 @@ _FRAME_SIZE = 256  # of LIBERO's cameras
 _NEW_LAYERS = "model.language_model."  # how names begin since transformers 4.52
 HEAD = "decoder.head.weight"
 _BIASED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_BLOCK = {
-    "norm1": "attention_norm",
-    "attn.qkv": "qkv",
-    "attn.proj": "out",
-    "norm2": "mlp_norm",
-    "mlp.gate_proj": "gate",
-    "mlp.up_proj": "up",
-    "mlp.down_proj": "down",
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,10 +155,7 @@ def find_places(config: Vla0Config, has_new_names: bool) -> tuple[TensorPlace, .
     """Every tensor of a checkpoint; `decoder.head.weight` takes twelve rows of what is stored."""
     layers, vision = (_NEW_LAYERS, "model.visual.") if has_new_names else ("model.", "visual.")
     llm, table = config.llm, (config.num_words, config.llm.width)
-    places = [
-        replace(one, name=f"{vision}{one.name}", parameter=f"vision.{one.parameter}")
-        for one in _vision_places(config.vision)
-    ]
+    places = [replace(one, name=f"{vision}{one.name}") for one in _vision_places(config.vision)]
     places.append(TensorPlace(f"{layers}embed_tokens.weight", table, "words.weight"))
     for index in range(llm.num_layers):
         for one in layer_places(llm):
@@ -187,28 +175,13 @@ def _places_named_as(names: Collection[str], config: Vla0Config) -> tuple[Tensor
 
 
 def _vision_places(sizes: QwenVisionSizes) -> Iterator[TensorPlace]:
-    width, merged = sizes.width, sizes.width * sizes.merge**2
-    patch = (width, 3, sizes.frames, sizes.patch, sizes.patch)
-    yield TensorPlace("patch_embed.proj.weight", patch, "patches.weight")
-    shapes: dict[str, tuple[int, ...]] = {
-        "norm1": (width,),
-        "attn.qkv": (3 * width, width),
-        "attn.proj": (width, width),
-        "norm2": (width,),
-        "mlp.gate_proj": (sizes.mlp_width, width),
-        "mlp.up_proj": (sizes.mlp_width, width),
-        "mlp.down_proj": (width, sizes.mlp_width),
-    }
-    for index in range(sizes.num_blocks):
-        for theirs, shape in shapes.items():
-            name, ours = f"blocks.{index}.{theirs}", f"blocks.{index}.{_BLOCK[theirs]}"
-            yield TensorPlace(f"{name}.weight", shape, f"{ours}.weight")
-            if len(shape) == 2:
-                yield TensorPlace(f"{name}.bias", shape[:1], f"{ours}.bias")
-    yield TensorPlace("merger.ln_q.weight", (width,), "merger_norm.weight")
-    for theirs, ours, rows in (("0", "merger_in", merged), ("2", "merger_out", sizes.out_width)):
-        yield TensorPlace(f"merger.mlp.{theirs}.weight", (rows, merged), f"{ours}.weight")
-        yield TensorPlace(f"merger.mlp.{theirs}.bias", (rows,), f"{ours}.bias")
+    with torch.device("meta"):
+        tower = QwenVision(sizes)
+    for name, one in tower.named_parameters():
+        shape = tuple(one.shape)
+        if name == "patch_embed.proj.weight":  # stored as of a convolution
+            shape = (sizes.width, 3, sizes.frames, sizes.patch, sizes.patch)
+        yield TensorPlace(name, shape, f"vision.{name}")
 
 
 @dataclass(frozen=True, eq=False)
