@@ -166,7 +166,7 @@ class Row:
             return known
         last = (self.memory.answer, self.memory.target_answer)
         written = WrittenNumbers(*last, self.spec.space, known)
-        return drift_of_steps(written, self.num_executed, self.method.rule.drift_leak)
+        return drift_of_steps(written, self.num_executed)
 
     def note(self, record: "PassRecord") -> None:
         """Remember a pass for the trace; it has committed one token at least."""

@@ -7,9 +7,9 @@ from deft_policies.decoding.drafts.numbers import (
     guess_numbers,
     moved,
     rest_of,
-    share_beginnings,
     split_numbers,
 )
+from deft_policies.decoding.drafts.previous_answer import share_beginnings
 
 LAST = [(1,), (2, 3), (4,), (5,)]  # two rows of two numbers
 
@@ -52,8 +52,9 @@ def test_chains_are_the_moved_answer_the_run_and_the_answer_as_it_was() -> None:
 
 
 def test_chains_share_what_begins_alike() -> None:
-    tokens, parents = share_beginnings([[1, 2, 3], [1, 4]], 8)
+    tokens, parents, nodes = share_beginnings([[1, 2, 3], [1, 4]], 8, 2)
     children = {(above, token) for above, token in zip(parents, tokens, strict=True)}
     assert len(children) == 4
     assert all(above <= node for node, above in enumerate(parents))
-    assert len(share_beginnings([[1] * 20, [2] * 20], 8)[0]) == 8
+    assert [[tokens[node - 1] for node in path] for path in nodes] == [[1, 2, 3], [1, 4]]
+    assert len(share_beginnings([[1] * 20, [2] * 20], 8, 2)[0]) == 8

@@ -53,13 +53,13 @@ class _Place:
     def dimension(self) -> int:
         return self.index % len(self.drift)
 
-    def after(self, token: int, expected: int, largest: int, leak: float) -> _Place | None:
+    def after(self, token: int, expected: int, largest: int) -> _Place | None:
         """Behind another token; None where an end or a space is not the target's own."""
         if token >= SPACE or expected >= SPACE:
             if token != expected:
                 return None
             drift = list(self.drift)
-            drift[self.dimension] = leak * drift[self.dimension] + self.deviation
+            drift[self.dimension] += self.deviation
             return _Place(self.index + 1, tuple(drift))
         reach, before = self.reach, 10 * self.value
         if reach is None and token != expected:
@@ -77,19 +77,19 @@ def _reach(value: int, length: int, largest: int) -> tuple[int, int]:
     return value, most
 
 
-def _read(written: WrittenNumbers, leak: float, num_numbers: int | None = None) -> _Place:
+def _read(written: WrittenNumbers, num_numbers: int | None = None) -> _Place:
     """Where the text leads, or the first of its numbers; its spaces are the target's own."""
     place = _Place(0, written.drift)
     for token, expected in zip(written.tokens, written.target_tokens, strict=True):
         if place.index == num_numbers:
             break
-        place = place.after(token, expected, written.space.largest_number, leak) or place
+        place = place.after(token, expected, written.space.largest_number) or place
     return place
 
 
-def drift_of_steps(last: WrittenNumbers, num_steps: int, leak: float) -> tuple[float, ...]:
+def drift_of_steps(last: WrittenNumbers, num_steps: int) -> tuple[float, ...]:
     """The drift behind an answer of which so many steps were executed."""
-    return _read(last, leak, num_steps * last.space.length).drift
+    return _read(last, num_steps * last.space.length).drift
 
 
 @dataclass(frozen=True)
@@ -99,28 +99,16 @@ class WithinNumbers(AcceptanceRule):
     Behind a digit that differs the target is not asked again: every number counts that begins with
     its digits and may stand in an answer, whatever its length. `move` and `turn` are limits in
     robot units. Spaces, ends and the gripper are exact. `move_drift` and `turn_drift` bound the sum
-    of deviations over executed steps, of which each step keeps `leak`.
+    of deviations over executed steps.
     """
 
     move: float = 0.07
     turn: float = 0.0175
     move_drift: float = 0.18
     turn_drift: float = 0.0525
-    leak: float = 1.0
 
     needs_space = False  # it measures numbers, not tokens
     reads_numbers = True
-
-    def __post_init__(self) -> None:
-        if self.leak > 1:
-            raise ValueError(
-                f"leak is the share of the drift that stays, at most 1, got {self.leak}"
-            )
-
-    @property
-    def drift_leak(self) -> float:
-        """The leak of the budget."""
-        return self.leak
 
     def accepts(self, scored: ScoredTree) -> Tensor:
         """Near numbers all the way, none of them cut."""
@@ -147,14 +135,14 @@ class WithinNumbers(AcceptanceRule):
     ) -> list[bool]:
         """Which nodes of a row may be the last that is committed."""
         space, largest = written.space, written.space.largest_number
-        places: list[_Place | None] = [_read(written, self.leak)]
+        places: list[_Place | None] = [_read(written)]
         stands = [True]
         for node in range(1, len(tokens)):
             above, token = parents[node], tokens[node]
             before, place = places[above], None
             # A number ends where it may: behind one that is too far no space is of use.
             if before is not None and is_real[node] and (token < SPACE or stands[above]):
-                place = before.after(token, predictions[above], largest, self.leak)
+                place = before.after(token, predictions[above], largest)
             places.append(place)
             stands.append(place is not None and self._stands(place, predictions[node], space))
         return stands
@@ -169,7 +157,7 @@ class WithinNumbers(AcceptanceRule):
         is_turn = group is DimensionGroup.TURN
         limit = self.turn if is_turn else self.move
         budget = self.turn_drift if is_turn else self.move_drift
-        drift = self.leak * place.drift[place.dimension] + place.deviation
+        drift = place.drift[place.dimension] + place.deviation
         # A hair more, so that a limit of exactly k numbers admits k numbers.
         is_near = abs(place.deviation) * unit <= limit * (1 + 1e-6)
         return is_near and abs(drift) * unit <= budget * (1 + 1e-6)

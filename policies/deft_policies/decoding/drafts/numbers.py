@@ -13,7 +13,7 @@ from deft_policies.decoding import kinds
 from deft_policies.decoding.acceptance.numbers import END, SPACE
 from deft_policies.decoding.batch import Batch, Row
 from deft_policies.decoding.drafts.base import MEMORY, DraftSource
-from deft_policies.decoding.drafts.previous_answer import tree_of
+from deft_policies.decoding.drafts.previous_answer import share_beginnings, tree_of
 from deft_policies.decoding.tree import DraftLimits, DraftTree
 
 Number = tuple[int, ...]
@@ -102,26 +102,6 @@ class PreviousNumbers(DraftSource):
         last = split_numbers(row.memory.answer)
         chains = guess_numbers(last, row.tokens, row.num_executed, row.spec.numbers_in_row)
         depth = row.limit - 1 - row.count
-        return share_beginnings([one[:depth] for one in chains], widest - 1)
-
-
-def share_beginnings(chains: Sequence[Sequence[int]], width: int) -> tuple[list[int], list[int]]:
-    """Tokens and parents of chains below the root, node 0, of at most so many nodes.
-
-    The first chain gets what the others leave it; each of these gets a quarter of the width.
-    """
-    tokens: list[int] = []
-    parents: list[int] = []
-    known: dict[tuple[int, int], int] = {}
-    for number, chain in reversed(list(enumerate(chains))):
-        most = width if number == 0 else len(tokens) + width // 4
-        above = 0
-        for token in chain:
-            if (above, token) not in known:
-                if len(tokens) == most:
-                    break
-                tokens.append(token)
-                parents.append(above)
-                known[above, token] = len(tokens)
-            above = known[above, token]
-    return tokens, parents
+        width = widest - 1
+        tokens, parents, _ = share_beginnings([one[:depth] for one in chains], width, width // 4)
+        return tokens, parents

@@ -80,22 +80,9 @@ class Alignment:
         if self.fresh[skipped:] != list(self.old[skipped:]):
             texts.insert(0, (skipped, self.fresh))
         short = min(max(_SHORT, width // 4), width // max(len(texts), 1))
-        self.drafted, self.chains = [], []
-        parents: list[int] = []
-        known: dict[tuple[int, int], int] = {}
-        for number, (start, text) in reversed(list(enumerate(texts))):
-            most = width if number == 0 else len(parents) + short
-            above, nodes = 0, list[int]()
-            for token in text[start : start + depth]:
-                if (above, token) not in known:
-                    if len(parents) == most:
-                        break
-                    self.drafted.append(token)
-                    parents.append(above)
-                    known[above, token] = len(parents)
-                above = known[above, token]
-                nodes.append(above)
-            self.chains.insert(0, (start, nodes))
+        chains = [text[start : start + depth] for start, text in texts]
+        self.drafted, parents, nodes = share_beginnings(chains, width, short)
+        self.chains = list(zip((start for start, _ in texts), nodes, strict=True))
         return self.drafted, parents
 
     def _found(self, tokens: Sequence[int]) -> list[int]:
@@ -153,6 +140,33 @@ class PreviousAnswer(DraftSource):
         is_ours = row.drafted[1 : len(guessed) + 1] == guessed  # not another source's
         alignment.take(row.tokens, row.predictions if is_ours else ())
         return alignment.guess(row.tokens, widest - 1, row.limit - 1 - row.count)
+
+
+def share_beginnings(
+    chains: Sequence[Sequence[int]], width: int, short: int
+) -> tuple[list[int], list[int], list[list[int]]]:
+    """Tokens and parents of chains below the root, node 0, and the nodes of each chain.
+
+    The first chain gets what the others leave it of the width, each of these `short` new nodes.
+    """
+    tokens: list[int] = []
+    parents: list[int] = []
+    nodes: list[list[int]] = []
+    known: dict[tuple[int, int], int] = {}
+    for number, chain in reversed(list(enumerate(chains))):
+        most = width if number == 0 else len(tokens) + short
+        above, path = 0, list[int]()
+        for token in chain:
+            if (above, token) not in known:
+                if len(tokens) == most:
+                    break
+                tokens.append(token)
+                parents.append(above)
+                known[above, token] = len(tokens)
+            above = known[above, token]
+            path.append(above)
+        nodes.insert(0, path)
+    return tokens, parents, nodes
 
 
 def tree_of(

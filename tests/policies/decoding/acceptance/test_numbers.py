@@ -180,7 +180,7 @@ def play(seed: int) -> tuple[str, Writer, tuple[float, ...], int]:
         num_relaxed += sum(one != other for one, other in zip(tokens, own, strict=True))
     assert len(tokens) == len(own)
     last = WrittenNumbers(tokens, own, SPACE_OF_ROW, drift)
-    after = drift_of_steps(last, NUM_NUMBERS // 3, 1.0)
+    after = drift_of_steps(last, NUM_NUMBERS // 3)
     text, sums = text_of(tokens[:-1]), list(drift)
     numbers = text.split(" ")
     assert len(numbers) == NUM_NUMBERS
