@@ -14,6 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from deft_client.files import write_atomically
+from deft_client.libero.results.store import WEIGHTS
 from deft_client.measures.table import legend, markdown_table
 from deft_client.types import Observation
 from deft_policies.decoding.clock import StageClock
@@ -39,7 +40,7 @@ def record_choices(policy: VlaPolicy, frames: FrameSet, out: Path) -> None:
     assert isinstance(model, TokenModel)
     if model.forms[policy.find_key(None)].stop is not None:
         return
-    header = {"frames": frames.label, "weights": policy.fingerprint()}
+    header = {"frames": frames.label, "weights": policy.digests.get(WEIGHTS, "not recorded")}
     if (out / FILE).exists():
         if _read(out)[0] != header:
             raise ReproductionError(f"{out / FILE} was made of other frames or weights: delete it")

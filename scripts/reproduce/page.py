@@ -18,7 +18,13 @@ from pathlib import Path
 from deft_client.files import write_atomically
 from deft_client.libero.report.difference import conclusion
 from deft_client.libero.results.records import TrialKey
-from deft_client.libero.results.store import RunResults, load_runs, pack_runs, unpack_runs
+from deft_client.libero.results.store import (
+    RunResults,
+    load_runs,
+    pack_runs,
+    unpack_runs,
+    weights_of,
+)
 from deft_client.measures.table import markdown_table, without_empty
 from scripts.reproduce import played, record
 from scripts.reproduce.choices import FILE as CHOICES
@@ -83,7 +89,7 @@ class ResultsFolder:
 
     @cached_property
     def _runs(self) -> Mapping[str, Mapping[str, RunResults]]:
-        """By kind and then by row; those played by method."""
+        """By kind and then by row; those played by method. All must be of the same weights."""
         found: dict[str, dict[str, RunResults]] = {kind: {} for kind in _KINDS}
         for kind in _KINDS:
             for path in (self.folder / f"{kind}{PACKED}", self.folder / kind):
@@ -92,7 +98,13 @@ class ResultsFolder:
                     name = run.header.options["decoding"] if is_played else run.folder.name
                     if run.records:
                         found[kind][name] = run
+        weights_of(run for runs in found.values() for run in runs.values())
         return found
+
+    @property
+    def weights(self) -> str:
+        """Of all lines, as far as they say."""
+        return weights_of(run for runs in self._runs.values() for run in runs.values())
 
     @property
     def episodes(self) -> str:
@@ -219,7 +231,8 @@ def _page(results: ResultsFolder) -> Iterator[str]:
 
 def _facts(results: ResultsFolder) -> str:
     """Which policy, which frames, which machine."""
-    facts = {**results.facts["environment"], "episodes": results.episodes}
+    told = {"episodes": results.episodes, "weights": results.weights}
+    facts = {**results.facts["environment"], **told}
     left_out = sorted(results.facts["left_out"].items())
     lines = [markdown_table(("", ""), list(facts.items())).rstrip(), *([""] if left_out else [])]
     return "\n".join([*lines, *(f"Left out: `{row}`: {why}." for row, why in left_out)])

@@ -245,7 +245,7 @@ def _record(key: TrialKey, instruction: str, run: Replay, is_timed: bool) -> Epi
 
 
 def _header(row: Row, label: str, told: Mapping[str, str], chunk: ActionChunk) -> RunHeader:
-    """`told` is of the policy without the row's flags: weights of few bits have no digest."""
+    """`told` is of the policy without the row's flags, which the options have."""
     now = datetime.now(timezone.utc)
     return RunHeader(
         run=f"{now:%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}",
@@ -262,7 +262,12 @@ def _header(row: Row, label: str, told: Mapping[str, str], chunk: ActionChunk) -
             "pacing": "replay",
         },
         versions={name: told[name] for name in ("deft", "torch")},
-        server={name: told[name] for name in ("policy", "weights")},
+        server={
+            name: text
+            for name, text in told.items()
+            if name in ("policy", "weights", "device", "dtype", "processor")
+            or name.startswith("digest of ")
+        },
     )
 
 
@@ -286,8 +291,8 @@ def _describe(policy: VlaPolicy) -> Mapping[str, str]:
     info = policy.info
     told = {
         "policy": info.policy,
-        "weights": policy.fingerprint(),
-        **{name: info.details[name] for name in ("device", "dtype") if name in info.details},
+        **{name: info.details[name] for name in ("weights", "device", "dtype", "processor")},
+        **policy.digests,
         **info.versions,
     }
     if info.max_tokens is not None and not info.thinks_when_asked:

@@ -8,8 +8,8 @@ from pathlib import Path
 from deft_client.libero.report.difference import compare, points_text
 from deft_client.libero.report.speed import baseline_of, decoding_of, speedup_of
 from deft_client.libero.report.summary import RunSummary, summarise
-from deft_client.libero.report.tables import interval_text, other_starts, success_text
-from deft_client.libero.results.store import RunResults, load_runs
+from deft_client.libero.report.tables import interval_text, notes_of, success_text
+from deft_client.libero.results.store import RunResults, load_runs, weights_of
 from deft_client.measures.speculation import Speculation
 from deft_client.measures.speed import SpeedUp
 from deft_client.measures.table import NOTHING, Column, column_table, markdown_table
@@ -119,7 +119,7 @@ _TIMES = (
 def runs_table(path: Path) -> str:
     """A row for every run in a folder or in a file of packed ones."""
     runs = load_runs(path)
-    said = [*_starts(runs), *other_starts(runs, [one.header.name for one in runs])]
+    said = [*_starts(runs), *notes_of(runs, [one.header.name for one in runs])]
     return _table(_RUNS, runs, said)
 
 
@@ -131,7 +131,7 @@ def times_table(path: Path) -> str:
         for one in _with_baselines(runs)
         if one.speedup is not None and one.speedup.doubts
     ]
-    return _table(_TIMES, runs, [*_starts(runs), *doubts])
+    return _table(_TIMES, runs, [*_starts(runs), f"weights {weights_of(runs)}", *doubts])
 
 
 def _table(columns: Sequence[Column[Played]], runs: Sequence[RunResults], notes: list[str]) -> str:
@@ -155,7 +155,8 @@ def _starts(runs: Sequence[RunResults]) -> Iterator[str]:
 
 def tasks_table(path: Path) -> str:
     """Success by task: a row for every task, a column for every run."""
-    summaries = [summarise(run) for run in load_runs(path)]
+    runs = load_runs(path)
+    summaries = [summarise(run) for run in runs]
     cells = {
         (task.suite, task.number, task.instruction, at): success_text(task.successes)
         for at, one in enumerate(summaries)
@@ -166,7 +167,8 @@ def tasks_table(path: Path) -> str:
         for key in sorted({key[:3] for key in cells})
     ]
     names = [one.header.name for one in summaries]
-    return markdown_table(["suite", "task", "instruction", *names], rows).rstrip()
+    table = markdown_table(["suite", "task", "instruction", *names], rows)
+    return f"{table}\n- weights {weights_of(runs)}"
 
 
 TABLES = {"runs": runs_table, "tasks": tasks_table, "times": times_table}

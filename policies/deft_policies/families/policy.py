@@ -46,7 +46,6 @@ from deft_policies.errors import (
 from deft_policies.families.family import Model, OnePassModel, TokenModel, Values
 from deft_policies.families.options import ModelOptions
 from deft_policies.model.statistics import find_statistics_key
-from deft_policies.model.vla import digest_of
 from deft_policies.self_test import self_test
 
 _log = logging.getLogger(__name__)
@@ -156,12 +155,6 @@ class VlaPolicy:
     def _methods(self) -> tuple[str, ...]:
         known = [self.model.method] if isinstance(self.model, OnePassModel) else method_names()
         return tuple(name for name in known if self.has_method(name))
-
-    def fingerprint(self) -> str:
-        """A digest of its weights and of those that draft."""
-        draft = getattr(self.model, "draft", None)
-        heads = (self.drafts.head, self.drafts.medusa, draft and draft.network)
-        return digest_of(self.model.network, *(one for one in heads if one is not None))
 
     def action_limits(self, statistics_key: str | None) -> ActionLimits:
         """The range of actions under a statistics key; None is the default."""

@@ -50,11 +50,18 @@ class VlaNetwork(nn.Module):
         return f"{name}, but {len(self.unquantized)} of {total} matrices stay as they were"
 
     def fingerprint(self) -> str:
-        """A digest of the weights: equal for equal checkpoints, in float32 and bfloat16 alike.
+        """A digest that samples every weight: what was trained for other weights is refused by it.
 
-        Quantised ones have no digest that others could be compared with.
+        Equal for equal checkpoints, in float32 and bfloat16 alike; quantised ones have none that
+        others could be compared with.
         """
-        return digest_of(self)
+        digest = hashlib.sha256()
+        for name, weight in sorted(self.named_parameters()):
+            flat = weight.detach().flatten()
+            picked = flat[:: max(1, len(flat) // 1024)].float().cpu()
+            digest.update(f"{name} {tuple(weight.shape)}\n".encode())
+            digest.update(picked.numpy().tobytes())
+        return digest.hexdigest()
 
 
 class OpenVLAModel(VlaNetwork):
@@ -133,17 +140,6 @@ class OpenVLAModel(VlaNetwork):
             for place in tensor_places(self.config)
             if place.parameter is not None
         }
-
-
-def digest_of(*modules: nn.Module) -> str:
-    """A digest that samples every weight."""
-    digest = hashlib.sha256()
-    for name, weight in (one for module in modules for one in sorted(module.named_parameters())):
-        flat = weight.detach().flatten()
-        picked = flat[:: max(1, len(flat) // 1024)].float().cpu()
-        digest.update(f"{name} {tuple(weight.shape)}\n".encode())
-        digest.update(picked.numpy().tobytes())
-    return digest.hexdigest()
 
 
 def run_side_by_side(parts: Sequence[Callable[[], Tensor]], device: torch.device) -> list[Tensor]:

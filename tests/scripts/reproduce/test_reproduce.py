@@ -12,8 +12,9 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from deft_client.libero.errors import ResultsMismatchError
 from deft_client.libero.results.records import Outcome
-from deft_client.libero.results.store import ResultsStore, RunResults, load_run, load_runs
+from deft_client.libero.results.store import WEIGHTS, ResultsStore, RunResults, load_run, load_runs
 from deft_client.measures.answers import AnswerRecord
 from deft_client.peers.conventions import to_robosuite
 from deft_client.types import ActOptions, StageTimings
@@ -39,6 +40,7 @@ from scripts.reproduce.page import (
 )
 from scripts.reproduce.played import Played
 from scripts.reproduce.record import FrameSet, PolicyWords, Replays
+from scripts.reproduce.runs import table_of
 from scripts.reproduce.study import (
     FOLDER,
     PLAIN,
@@ -451,6 +453,32 @@ def test_a_page_quotes_an_evaluation_that_belongs_to_no_study(folder, tmp_path):
         fill("<!-- from played#speeds -->\n<!-- end -->", tmp_path)
 
 
+def weigh(folder: Path, digest: str) -> None:
+    """Say that a run is of these weights."""
+    path = folder / "run.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({**values, "server": {WEIGHTS: digest}}))
+
+
+def test_lines_of_different_weights_make_no_table(folder, tmp_path):
+    play(tmp_path, PLAIN, "s", passes=7)
+    play(tmp_path, RELAXED, "s", passes=2)
+    weigh(tmp_path / "played" / PLAIN, "12" * 32)
+    weigh(tmp_path / "played" / "within-bins", "34" * 32)
+    for key in ("runs", "tasks", "times"):
+        with pytest.raises(ResultsMismatchError, match="121212121212.*343434343434"):
+            table_of(tmp_path / "played", key)
+    weigh(folder / "frames" / PLAIN, "56" * 32)
+    with pytest.raises(ResultsMismatchError, match="565656565656"):
+        outputs(ResultsFolder(folder))
+
+
+def test_lines_that_name_no_weights_say_so(tmp_path):
+    play(tmp_path, PLAIN, "s", passes=7)
+    for key in ("runs", "tasks", "times"):
+        assert "weights not recorded" in table_of(tmp_path / "played", key)
+
+
 def test_full_size_milliseconds_are_those_of_the_limits():
     """As docs/performance.md computes them: seven passes, and one pass for everything."""
     assert action_ms((0,) * 7, (0,) * 7, HeadWork()) == pytest.approx(23.8, abs=0.05)
@@ -485,7 +513,7 @@ def test_the_command_runs_a_study_over_a_policy_given_by_flags(tmp_path, data, c
     assert main(next_command(capsys.readouterr().out)[3:]) == 0
     assert "| scripted, a = 1, K = 5 | " in (out / "page.md").read_text()
     assert "Times are of 1 recorded frames of 1 episodes" in (out / "page.md").read_text()
-    assert len(load_run(out / "frames" / PLAIN).header.server["weights"]) == 64
+    assert len(load_run(out / "frames" / PLAIN).header.weights) == 64
     assert check(out) == []
     assert main(["nothing", "--out", str(out)]) == 1
     assert "'nothing'; known: comparison" in capsys.readouterr().err

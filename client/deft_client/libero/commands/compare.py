@@ -11,7 +11,7 @@ from deft_client.libero.errors import SelectionError
 from deft_client.libero.report.difference import MARGIN, Comparison, compare, conclusion
 from deft_client.libero.report.page import short_names
 from deft_client.libero.report.tables import COMPARISON_COLUMNS, comparison_cells
-from deft_client.libero.results.store import RunResults, load_runs
+from deft_client.libero.results.store import RunResults, load_runs, weights_of
 from deft_client.measures.statistics import Interval
 from deft_client.measures.table import markdown_table
 
@@ -30,9 +30,10 @@ def main(arguments: list[str]) -> int:
 
 def _compare(options: argparse.Namespace) -> int:
     runs = [_only_run(path) for path in (options.first, options.second)]
+    weights = weights_of(runs)
     first, second = short_names(runs)
     found = compare(runs[0], runs[1], (first, second), options.margin / 100)
-    sys.stdout.write("\n".join(describe(found)))
+    sys.stdout.write("\n".join([*describe(found), f"Weights: {weights}.\n"]))
     return 0
 
 

@@ -14,7 +14,7 @@ from deft_client.libero.report.speed import baseline_of
 from deft_client.libero.report.tables import (
     episodes_csv,
     markdown_tables,
-    other_starts,
+    notes_of,
     terminal_table,
 )
 from deft_client.libero.results.records import Outcome, TrialKey
@@ -78,7 +78,7 @@ def write_report(runs: Sequence[RunResults], out: Path, episode: str | None = No
     out.parent.mkdir(parents=True, exist_ok=True)
     views = build_views(runs, out.parent)
     compared = [view.comparison for view in views if view.comparison]
-    notes = other_starts([view.run for view in views], [view.name for view in views])
+    notes = notes_of([view.run for view in views], [view.name for view in views])
     notes += [one.strip() for one in _speed_lines(views)]
     tables = markdown_tables([view.summary for view in views], compared, notes)
     out.write_text(build_page(views, key), "utf-8")

@@ -18,7 +18,7 @@ from deft_client.libero.report.difference import Comparison, compare
 from deft_client.libero.report.picture import Racer, find_races
 from deft_client.libero.report.speed import baseline_first, baseline_of
 from deft_client.libero.report.summary import RunSummary, Successes, by_task, summarise
-from deft_client.libero.report.tables import interval_text, other_starts
+from deft_client.libero.report.tables import interval_text, notes_of
 from deft_client.libero.results.records import STAGES, VIDEO_FPS, EpisodeRecord, Outcome, TrialKey
 from deft_client.libero.results.store import RunResults
 from deft_client.measures.speculation import Speculation
@@ -122,7 +122,7 @@ def build_page(views: Sequence[View], key: TrialKey | None = None) -> str:
         tasks=_tasks(views),
         faster=sorted(filter(_is_told, views), key=_times, reverse=True),
         doubts=_doubts(views),
-        other_starts=other_starts([view.run for view in views], [view.name for view in views]),
+        notes=notes_of([view.run for view in views], [view.name for view in views]),
         compared=[view for view in views if view.comparison],
         timed=timed,
         stage_styles=_STAGE_STYLES,

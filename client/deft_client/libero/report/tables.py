@@ -2,12 +2,15 @@
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from deft_client.libero.report.difference import Comparison
 from deft_client.libero.report.summary import RunSummary, Successes
-from deft_client.libero.results.store import RunResults
+from deft_client.libero.results.store import RunResults, weights_of
 from deft_client.measures.table import NOTHING, Column, column_table, legend, markdown_table
+
+_PLAIN_PLAN = "plain"  # as traces call it
 
 
 def success_text(successes: Successes) -> str:
@@ -42,6 +45,27 @@ def markdown_tables(
         compared = [comparison_cells(one) for one in comparisons]
         parts += [markdown_table(COMPARISON_COLUMNS, compared), legend(COMPARISON_COLUMNS, _PAIRED)]
     return "\n".join(parts)
+
+
+def notes_of(runs: Sequence[RunResults], names: Sequence[str]) -> list[str]:
+    """What stands below a table of runs: weights, plans, and starts that not all runs have.
+
+    Raises ResultsMismatchError for runs of different weights.
+    """
+    plans = [
+        f"{name}: plans {text}"
+        for run, name in zip(runs, names, strict=True)
+        if (text := _plans_text(run))
+    ]
+    return [f"weights {weights_of(runs)}", *plans, *other_starts(runs, names)]
+
+
+def _plans_text(run: RunResults) -> str:
+    """How many of the answers each plan made; empty for plain decoding."""
+    counts = Counter(answer.plan for one in run.records for answer in one.answers if answer.plan)
+    if set(counts) <= {_PLAIN_PLAN}:
+        return ""
+    return ", ".join(f"{plan} {num / counts.total():.0%}" for plan, num in counts.most_common())
 
 
 def other_starts(runs: Sequence[RunResults], names: Sequence[str]) -> list[str]:

@@ -33,6 +33,7 @@ FORMAT_VERSION = 1
 HEADER_FILE = "run.json"
 EPISODES_FILE = "episodes.jsonl"
 WEIGHTS = "digest of weights"  # in `RunHeader.server`, as /v1/info calls it
+_DIGITS = 12  # of a digest, where people read it
 _FOLDER = "folder"  # what packed headers say first
 PACKED_FILE = f"{EPISODES_FILE}.gz"  # the same lines as they are kept in a repository
 
@@ -84,6 +85,32 @@ class RunResults:
         folder = self.folder.resolve()
         path = (folder / record.video).resolve()
         return path if path.is_relative_to(folder) and path.is_file() else None
+
+
+def weights_of(runs: Iterable[RunResults]) -> str:
+    """What a table says of its runs' weights: the digest's beginning, or that nobody recorded it.
+
+    Raises ResultsMismatchError where two runs are of different weights.
+    """
+    known: dict[str, RunResults] = {}
+    unknown = []
+    for run in runs:
+        if run.header.weights:
+            known.setdefault(run.header.weights, run)
+        else:
+            unknown.append(run.header.name)
+    if len(known) > 1:
+        first, second, *_ = (
+            f"{run.header.name} in {run.folder} is of weights {digest[:_DIGITS]}"
+            for digest, run in known.items()
+        )
+        raise ResultsMismatchError(
+            f"{first}, but {second}. A table of both would compare policies, not ways of decoding; "
+            "give runs of one policy"
+        )
+    digests = [digest[:_DIGITS] for digest in known]
+    missing = f"not recorded of {', '.join(unknown)}" if known else "not recorded"
+    return "; ".join([*digests, missing] if unknown else digests)
 
 
 def read_header(folder: Path) -> RunHeader:
