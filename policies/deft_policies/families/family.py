@@ -8,6 +8,7 @@ are; `families.policy` does the rest, the same for all.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -181,6 +182,14 @@ class Family(ABC):
     @abstractmethod
     def places(self) -> Sequence[TensorPlace]:
         """The tensors of such a checkpoint, by which its memory is known."""
+
+    @property
+    def weight_folders(self) -> list[Path]:
+        """Where the files lie that its weights are read from; empty where they are drawn."""
+        source = self.source
+        if source is None:
+            return []
+        return [source.directory, source.tuned, *([source.overlay] if source.overlay else [])]
 
     @abstractmethod
     def load(

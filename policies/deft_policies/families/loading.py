@@ -1,7 +1,7 @@
 """From options to a policy, and the one place where a model's family is found."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,6 @@ from deft_policies.families.openvla import OpenVLA, OpenVLAFamily, VlaTarget
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy, choose_method
 from deft_policies.families.vla0.family import Vla0Family
-from deft_policies.families.vla0.run_folder import MODEL_FOLDER
 from deft_policies.model.formats import Quantization
 from deft_policies.model.quantization import check_quantization
 from deft_policies.model.statistics import find_statistics_key
@@ -85,20 +84,14 @@ def load_policy(options: ModelOptions) -> VlaPolicy:
         _log.warning(
             "no --statistics-key is given, so every request must name one of %s", ", ".join(keys)
         )
+    draft_family = None if options.draft_model is None else _open_draft_model(options)
     # The files are hashed on other threads while they are loaded.
-    digests = _start_digests(family, options)
+    digests = _start_digests(family, draft_family, options.draft_heads)
     model = family.load(device, dtype)
     drafts = DraftModels()
     if isinstance(model, TokenModel):
-        if options.draft_model is not None:
-            theirs = replace(
-                options,
-                checkpoint=options.draft_model,
-                adapter=None,
-                random_weights=None,
-                family=None,
-            )
-            model.draft_with(open_model(theirs).load(device, dtype, model.runner))
+        if draft_family is not None:
+            model.draft_with(draft_family.load(device, dtype, model.runner))
         drafts = _load_drafts(options, model)
     policy = VlaPolicy(model, options, drafts, method)
     policy.reason_for_dtype = reason
@@ -109,24 +102,32 @@ def load_policy(options: ModelOptions) -> VlaPolicy:
     return policy
 
 
-def _start_digests(family: Family, options: ModelOptions) -> Mapping[str, "Future[str]"]:
+def _open_draft_model(options: ModelOptions) -> Family:
+    return open_model(
+        replace(
+            options,
+            checkpoint=options.draft_model,
+            adapter=None,
+            random_weights=None,
+            family=None,
+        )
+    )
+
+
+def _start_digests(
+    family: Family, draft_family: Family | None, heads: Sequence[Path]
+) -> Mapping[str, "Future[str]"]:
     """Of all weights that are read from files, by the name that /v1/info gives each digest."""
-    folders: dict[str, list[Path]] = {}
-    if family.source is not None:
-        folders["digest of weights"] = _weight_folders(family.source)
-    folders |= {f"digest of head {head.name}": [head] for head in options.draft_heads}
-    if options.draft_model is not None:
-        theirs = locate_checkpoint(options.draft_model)
-        folders["digest of draft model"] = _weight_folders(theirs)
+    folders = {"digest of weights": family.weight_folders}
+    folders |= {f"digest of head {head.name}": [head] for head in heads}
+    if draft_family is not None:
+        folders["digest of draft model"] = draft_family.weight_folders
     beside = ThreadPoolExecutor()
-    started = {name: beside.submit(digest_weights, places) for name, places in folders.items()}
+    started = {
+        name: beside.submit(digest_weights, places) for name, places in folders.items() if places
+    }
     beside.shutdown(wait=False)
     return started
-
-
-def _weight_folders(source: CheckpointSource) -> list[Path]:
-    places = [source.directory, source.directory / MODEL_FOLDER, source.tuned]
-    return places if source.overlay is None else [*places, source.overlay]
 
 
 def _choose_threads(options: ModelOptions, device: torch.device, family: Family) -> None:

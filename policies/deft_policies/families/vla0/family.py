@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -59,6 +60,11 @@ class Vla0Family(Family):
     def matches(source: CheckpointSource | None, options: ModelOptions) -> bool:
         """By the configuration of its training."""
         return source is not None and is_run_folder(source.tuned)
+
+    @property
+    def weight_folders(self) -> list[Path]:
+        """The model's, and where an adapter changes another model, that one's, too."""
+        return [self._run.model, self._run.base]
 
     @property
     def places(self) -> Sequence[TensorPlace]:

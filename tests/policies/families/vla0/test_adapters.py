@@ -104,6 +104,13 @@ def test_either_folder_and_the_base_may_be_named(tmp_path: Path) -> None:
         assert family.name == "vla0"
 
 
+def test_the_digest_of_weights_is_of_the_adapter_and_its_base(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "new")
+    folders = open_model(ModelOptions(checkpoint=str(run))).weight_folders
+    expected = {(tmp_path / "base").resolve(), (run / "model_last").resolve()}
+    assert {folder.resolve() for folder in folders} == expected
+
+
 def test_its_penalty_is_the_bases_and_its_pictures_are_named(tmp_path: Path) -> None:
     """The version that saved the base says nothing of the one that trained the adapter."""
     run = write_run(tmp_path, "new")
