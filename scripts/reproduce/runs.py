@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from deft_client.libero.report.difference import compare, points_text
+from deft_client.libero.report.difference import Comparison, compare, points_text
 from deft_client.libero.report.speed import baseline_of, decoding_of, speedup_of
 from deft_client.libero.report.summary import RunSummary, summarise
 from deft_client.libero.report.tables import interval_text, notes_of, success_text
@@ -35,16 +35,28 @@ class Played:
         return speedup_of(self.run, self.baseline)
 
 
-def _points(one: Played) -> str:
+def _apart(one: Played, margin: float = MARGIN) -> Comparison | None:
     run, baseline = one.run, one.baseline
     if baseline is None:
-        return NOTHING
-    found = compare(baseline, run, (baseline.header.name, run.header.name), MARGIN)
-    if not found.num_pairs:
+        return None
+    found = compare(baseline, run, (baseline.header.name, run.header.name), margin)
+    return found if found.num_pairs else None
+
+
+def _points(one: Played) -> str:
+    found = _apart(one)
+    if found is None:
         return NOTHING
     if found.has_identical_actions:
         return f"the same actions in {found.num_pairs} episodes"
     return f"{points_text(found.interval)} ({found.num_pairs} starts)"
+
+
+def _is_ruled_out(one: Played) -> str:
+    found = _apart(one, _LOSS)
+    if found is None:
+        return NOTHING
+    return "yes" if found.is_not_worse else "no" if found.interval.high < 0 else "open"
 
 
 def _of_passes(text: Callable[[Speculation], str]) -> Callable[[Played], str]:
@@ -66,7 +78,8 @@ def _times(one: Played) -> str:
     return f"{found.times:.2f} ({found.interval_text}; {found.of_medians:.2f} by medians)"
 
 
-_RUNS = (
+_LOSS = 0.10  # of success, in shares: what the last evaluation is to rule out
+_SUCCESS = (
     Column[Played]("run", lambda one: one.run.header.name),
     Column[Played](
         "success",
@@ -76,6 +89,28 @@ _RUNS = (
     Column[Played](
         "95%", lambda one: interval_text(one.summary.successes), "Wilson's interval of the success"
     ),
+)
+_PASSES = Column[Played](
+    "passes",
+    _of_passes(lambda one: f"{one.passes_per_action:.2f}"),
+    "forward passes of the model for an action, prefill included",
+)
+_BESIDE = (
+    *_SUCCESS,
+    Column(
+        "minus the first row's, points (95%)",
+        _points,
+        "the paired difference of success, on the same starts (Bonett and Price)",
+    ),
+    Column(
+        f"a loss of {100 * _LOSS:g} points is ruled out",
+        _is_ruled_out,
+        "yes where that interval lies above it; no where the row is worse; else open",
+    ),
+    _PASSES,
+)
+_RUNS = (
+    *_SUCCESS,
     Column[Played](
         "errored",
         lambda one: str(one.summary.successes.num_errored or NOTHING),
@@ -86,11 +121,7 @@ _RUNS = (
         _points,
         "the paired difference of success to plain decoding, on the starts that both have",
     ),
-    Column(
-        "passes",
-        _of_passes(lambda one: f"{one.passes_per_action:.2f}"),
-        "forward passes of the model for an action, prefill included",
-    ),
+    _PASSES,
     Column(
         "text",
         _of_passes(lambda one: f"{one.thinking.text_passes:.2f}" if one.thinking else NOTHING),
@@ -120,7 +151,19 @@ def runs_table(path: Path) -> str:
     """A row for every run in a folder or in a file of packed ones."""
     runs = load_runs(path)
     said = [*_starts(runs), *notes_of(runs, [one.header.name for one in runs])]
-    return _table(_RUNS, runs, said)
+    return _table(_RUNS, _with_baselines(runs), said)
+
+
+def beside_table(path: Path, folder: str) -> str:
+    """Every run beside one of them, which comes first, whatever else differs."""
+    runs = {run.folder.name: run for run in load_runs(path)}
+    if folder not in runs:
+        raise ReproductionError(f"{path} has no run {folder}; it has {', '.join(runs)}")
+    first = runs.pop(folder)
+    rows = [Played(first, None), *(Played(run, first) for run in runs.values())]
+    every = [one.run for one in rows]
+    said = [*_starts(every), *notes_of(every, [run.header.name for run in every])]
+    return _table(_BESIDE, rows, said)
 
 
 def times_table(path: Path) -> str:
@@ -131,11 +174,12 @@ def times_table(path: Path) -> str:
         for one in _with_baselines(runs)
         if one.speedup is not None and one.speedup.doubts
     ]
-    return _table(_TIMES, runs, [*_starts(runs), f"weights {weights_of(runs)}", *doubts])
+    notes = [*_starts(runs), f"weights {weights_of(runs)}", *doubts]
+    return _table(_TIMES, _with_baselines(runs), notes)
 
 
-def _table(columns: Sequence[Column[Played]], runs: Sequence[RunResults], notes: list[str]) -> str:
-    table = column_table(columns, _with_baselines(runs))
+def _table(columns: Sequence[Column[Played]], rows: Sequence[Played], notes: list[str]) -> str:
+    table = column_table(columns, rows)
     return (table + "".join(f"- {one}\n" for one in notes)).rstrip()
 
 
@@ -171,11 +215,16 @@ def tasks_table(path: Path) -> str:
     return f"{table}\n- weights {weights_of(runs)}"
 
 
+BESIDE = "beside"  # a run, whose folder's name follows
 TABLES = {"runs": runs_table, "tasks": tasks_table, "times": times_table}
 
 
 def table_of(path: Path, key: str) -> str:
     """What a page quotes as PATH#KEY."""
+    name, _, folder = key.partition("/")
+    if name == BESIDE:
+        return beside_table(path, folder)
     if key not in TABLES:
-        raise ReproductionError(f"{path} has no {key}; it has {', '.join(TABLES)}")
+        known = ", ".join((*TABLES, f"{BESIDE}/RUN"))
+        raise ReproductionError(f"{path} has no {key}; it has {known}")
     return TABLES[key](path)

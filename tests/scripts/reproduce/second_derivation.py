@@ -13,6 +13,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -214,6 +215,7 @@ COLUMNS: Mapping[str, tuple[str, Derive]] = {
     "95%": ("played", _wilson),
     "success minus plain's, points (95%)": ("played", _points),
     "minus plain's, points (95%)": ("played", _points),
+    "minus the first row's, points (95%)": ("played", _points),
     "passes, played": ("played", _passes),
     "passes": ("frames", _passes),
     "committed length": ("frames", _committed),
@@ -229,9 +231,10 @@ def headline_cells(page: Path) -> Iterator[Cell]:
     """Every cell of a headline table of a page that this program can derive."""
     for source, key, text in _BLOCK.findall(page.read_text("utf-8")):
         path = page.parent / source
-        if key == "runs":
+        name, _, first = key.partition("/")
+        if name in ("runs", "beside"):
             runs = read_runs(path)
-            yield from _cells(page, key, text, lambda row, _, runs=runs: _by_name(runs, row))
+            yield from _cells(page, key, text, partial(_by_name, runs, first))
         elif key.startswith(("comparison/headline", "comparison/readme", "thinking/")):
             yield from _cells(page, key, text, _of_study(path, *key.split("/")))
 
@@ -256,8 +259,10 @@ def _cells(page: Path, key: str, text: str, find: Find) -> Iterator[Cell]:
             yield Cell(f"{page.name} {key} {row[0]}: {name}", printed, *derive(*found))
 
 
-def _by_name(runs: Sequence[Run], name: str) -> tuple[Run, Run] | None:
+def _by_name(runs: Sequence[Run], first: str, name: str, _: str) -> tuple[Run, Run] | None:
     own = next(run for run in runs if run.name == name)
+    if first:
+        return next(run for run in runs if run.folder == first), own
     alike = [run for run in runs if run.method == _PLAIN and run.start == own.start]
     plain = next(iter(alike), own)
     return plain, own

@@ -591,3 +591,14 @@ def test_a_loop_of_transformers_answers_as_plain_decoding(tmp_path, data):
     Replays(WORDS, tmp_path).record(rows, FrameSet(data, 2))
     ours, theirs = (load_run(tmp_path / "frames" / row.slug).records[0] for row in rows)
     assert np.array_equal(ours.actions, theirs.actions)
+
+
+def test_runs_stand_beside_the_one_that_is_named(tmp_path):
+    play(tmp_path, PLAIN, "s" * 10, passes=7)
+    play(tmp_path, RELAXED, "s" * 8 + "f" * 2, passes=2)
+    first, second = table_of(tmp_path / "played", "beside/within-bins").splitlines()[2:4]
+    assert "| 80.0% (8/10) |" in first
+    assert first.count("–") == 3  # the interval's dash, and no difference to itself
+    assert "| 100.0% (10/10) |" in second
+    with pytest.raises(ReproductionError, match="it has autoregressive, within-bins"):
+        table_of(tmp_path / "played", "beside/nobody")

@@ -104,7 +104,7 @@ def _check(source: CheckpointSource | None, options: ModelOptions) -> Checkpoint
     }
     if options.quantization not in (Quantization.NONE, Quantization.INT8):
         raise CheckpointError(
-            f"--quantize {options.quantization.value}: vla0 is served in int8 or unquantized; "
+            f"--quantization {options.quantization.value}: vla0 is served in int8 or unquantized; "
             "nobody has compared its numbers in another format"
         )
     given = [name for name, value in said.items() if value is not None]
