@@ -18,7 +18,7 @@ from deft_policies.benchmark.replay import ReplayFrame
 from deft_policies.decoding import kinds
 from deft_policies.decoding.batch import Batch
 from deft_policies.decoding.drafts import FRAME, Chains, DraftLimits, DraftSource, remaining_tokens
-from deft_policies.decoding.drafts.eagle import EagleDrafts
+from deft_policies.decoding.drafts.heads import EagleDrafts
 from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.kinds import source_number
 from deft_policies.decoding.methods import AUTOREGRESSIVE, Method, find_method

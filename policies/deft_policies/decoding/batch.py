@@ -7,10 +7,10 @@ the part of it that one target pass leaves behind for the next.
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count, islice, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,13 +22,12 @@ from deft_policies.decoding.acceptance.rule import (
     NO_CLASS,
     ActionContext,
     ActionSpace,
-    SpaceTensors,
+    space_tensors,
 )
 from deft_policies.decoding.clock import Lap, Stage, sum_ms
 from deft_policies.decoding.guard import Choice, Guard
 from deft_policies.decoding.kinds import source_kinds
 from deft_policies.decoding.methods import Method
-from deft_policies.decoding.target import Prompts
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.errors import MixedAnswersError
 from deft_policies.memory import STEPS_KEPT, SessionMemory
@@ -82,29 +81,6 @@ class AnswerSpec:
         return self.stop is None and self.space is not None
 
 
-class ForHost(NamedTuple):
-    """What the host learns of one row's pass: tokens that are committed first, then the tree."""
-
-    num_kept: list[int]
-    answer: list[int]  # whose pass it is
-    tokens: list[int]  # [step], after each node of the path
-    target_tokens: list[int]  # [step]
-    drafted: list[int]  # [node] and so on: the tree's tokens, the root first
-    predictions: list[int]
-    parents: list[int]
-    sources: list[int]
-    is_real: list[int]
-    path: list[int]  # [step]
-    bonus: list[int]
-
-    @staticmethod
-    def split(numbers: Sequence[int], num_nodes: int, num_steps: int) -> "ForHost":
-        """Take a row's numbers apart; the last may be missing."""
-        node, step, rest = num_nodes, num_steps, iter(numbers)
-        sizes = (1, 1, step, step, node, node, node, node, node, step, 1)
-        return ForHost(*(list(islice(rest, size)) for size in sizes))
-
-
 @dataclass(eq=False)
 class Row:
     """One answer on its way. What it is asked with comes first, the rest fills up."""
@@ -119,9 +95,8 @@ class Row:
     guard: Guard | None = None  # who learns from it
     has_history: bool = False  # whether the session had anything to draft from
     limit: int = 0  # tokens that are decoded at most: a loop may look at some behind an action
-    prompts: Prompts | None = None  # that it begins with, until it has
-    prompt: int = 0  # its row in them
     beside: list["Row"] = field(default_factory=list)  # the answers that begin with it
+    prompt: int = 0  # its row in the prompts that they begin with
     slot: int = -1  # in its batch
     tokens: list[int] = field(default_factory=list)
     target_tokens: list[int] = field(default_factory=list)  # given what stands before each
@@ -168,25 +143,19 @@ class Row:
         written = WrittenNumbers(*last, self.spec.space, known)
         return drift_of_steps(written, self.num_executed)
 
-    def note(self, record: "PassRecord") -> None:
-        """Remember a pass for the trace; it has committed one token at least."""
-        self.records.append(record)
-        self.count += 1
-
-    def read(self, found: ForHost, is_finite: bool, in_slot: int) -> None:
-        """Take in what the host has read of a pass.
+    def read(self, found: Sequence[list[int]], is_finite: bool, in_slot: int) -> None:
+        """Take in what the host has read of a pass: see `PassRecord.split`.
 
         Raises `MixedAnswersError` if the pass or the slot was another answer's.
         """
-        (num_kept,), (answer,) = found.num_kept, found.answer
+        (num_kept,), (answer,), tokens, target_tokens, self.drafted, self.predictions, *_ = found
         if not answer == in_slot == self.number:
             raise MixedAnswersError(
                 f"a pass of answer {answer} was read from slot {self.slot} of answer {in_slot}, "
                 f"where answer {self.number} was expected; nothing of this round is used"
             )
-        self.tokens += found.tokens[: num_kept + 1]
-        self.target_tokens += found.target_tokens[: num_kept + 1]
-        self.drafted, self.predictions = found.drafted, found.predictions
+        self.tokens += tokens[: num_kept + 1]
+        self.target_tokens += target_tokens[: num_kept + 1]
         self.count = max(self.count, len(self.tokens))
         self.is_finite = self.is_finite and is_finite
         ended = self.spec.stop is not None and self.tokens[-1:] == [self.spec.stop]
@@ -249,7 +218,10 @@ class Pass:
         return self.tree.num_nodes, self.path.shape[1]
 
     def for_host(self) -> Tensor:
-        """All that the host may read, as `ForHost` takes it apart: [row, number], a copy."""
+        """All that the host may read, as `PassRecord.split` takes it apart: [row, number], a copy.
+
+        What is committed comes first, then the tree.
+        """
         tree = self.tree
         committed = (self.num[:, None], self.answers[:, None], self.tokens, self.target_tokens)
         nodes = (tree.tokens, self.predictions, tree.parents, tree.sources, tree.is_real)
@@ -275,24 +247,27 @@ class PassRecord:
         """How many of a row's numbers the host reads at once: what is committed, and the nodes."""
         return 2 + 2 * self.num_steps + 2 * self.num_nodes * with_nodes
 
-    def split(self, numbers: Sequence[int]) -> ForHost:
-        """Take the numbers of one row apart."""
-        return ForHost.split(numbers, self.num_nodes, self.num_steps)
+    def split(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The numbers of one row, column by column of `Pass.for_host`; the last may be missing."""
+        node, step, rest = self.num_nodes, self.num_steps, iter(numbers)
+        sizes = (1, 1, step, step, node, node, node, node, node, step, 1)
+        return [list(islice(rest, size)) for size in sizes]
 
-    def describe(self, slot: int) -> PassTrace:
-        """One row's pass, without the nodes that were only padding."""
-        found = self.split(self.numbers[slot - self.first].tolist())
-        real = [node for node, is_one in enumerate(found.is_real) if is_one]
+    def describe(self, slot: int, name: Name) -> PassTrace:
+        """One row's pass, without the nodes that were only padding, and tokens by their `name`."""
+        columns = self.split(self.numbers[slot - self.first].tolist())
+        (num_kept,), _, _, _, tokens, predictions, parents, sources, is_real, path, bonus = columns
+        real = [node for node, is_one in enumerate(is_real) if is_one]
         number = {-1: -1, **{node: index for index, node in enumerate(real)}}
         names = (*source_kinds(), "")  # the root's source is -1: the last
         return PassTrace(
             is_prefill=self.is_prefill,
-            tokens=tuple(found.drafted[node] for node in real),
-            parents=tuple(number[found.parents[node]] for node in real),
-            sources=tuple(names[found.sources[node]] for node in real),
-            predictions=tuple(found.predictions[node] for node in real),
-            path=tuple(number[node] for node in found.path[1 : found.num_kept[0] + 1]),
-            bonus=found.bonus[0],
+            tokens=name([tokens[node] for node in real]),
+            parents=tuple(number[parents[node]] for node in real),
+            sources=tuple(names[sources[node]] for node in real),
+            predictions=name([predictions[node] for node in real]),
+            path=tuple(number[node] for node in path[1 : num_kept + 1]),
+            bonus=name(bonus)[0],
             draft_ms=self.ms(Stage.DRAFT),
             pass_ms=self.ms(Stage.PREFILL, Stage.VERIFY),
             judge_ms=self.ms(Stage.JUDGE),
@@ -311,16 +286,7 @@ class LazyPassTraces(Sequence[PassTrace]):
 
     @cached_property
     def _described(self) -> tuple[PassTrace, ...]:
-        return tuple(self._describe(one) for one in self._records)
-
-    def _describe(self, record: PassRecord) -> PassTrace:
-        found, name = record.describe(self._slot), self._name
-        return replace(
-            found,
-            tokens=name(found.tokens),
-            predictions=name(found.predictions),
-            bonus=name([found.bonus])[0],
-        )
+        return tuple(one.describe(self._slot, self._name) for one in self._records)
 
     def __len__(self) -> int:
         return len(self._records)
@@ -363,7 +329,6 @@ class Batch:
         self.positions, self.places, self.longest = positions, places, longest
         self.first, self.num_rows = 0, num_rows  # those that this batch looks at
         self.rows: list[Row | None] = [None] * num_rows  # by slot; None where none is on its way
-        self.all_rows = self.rows  # also those that a part of the batch leaves out
         self.widest, self.num_slots = nodes, 0  # nodes of a tree; positions of a row in the cache
         self.cache: KVCache | None = None
         whole, real = torch.int64, torch.float32
@@ -400,11 +365,9 @@ class Batch:
             # The last pass of every row: the widest there may be. Beyond its own no node is real.
             steps = min(nodes, positions)
             tree = DraftTree.root_only(blank()).padded(nodes)
-            step, node = (blank(steps) for _ in range(3)), blank(nodes)
-            path, tokens, target_tokens = step
-            self._last = Pass(
-                tree, node, path, blank(), blank(), tokens, target_tokens, blank(value=NOBODY)
-            )
+            accepted = blank(nodes), blank(steps), blank(), blank()
+            whose = blank(value=NOBODY)
+            self._last = Pass(tree, *accepted, blank(steps), blank(steps), whose)
         # Of the last passes in use; a captured round cannot know it, and reads all there is.
         self._width, self._is_chain = (nodes, steps), False
         self._extra: dict[str, Tensor] = {}  # of all rows, what only some methods need
@@ -427,7 +390,7 @@ class Batch:
     @property
     def running(self) -> list[Row]:
         """The answers that are on their way, in all of the batch."""
-        return [row for row in self.all_rows if row is not None]
+        return [row for row in self.whole.rows if row is not None]
 
     @property
     def has_text(self) -> bool:
@@ -440,7 +403,8 @@ class Batch:
         return self.target_tokens
 
     @property
-    def _here(self) -> slice:
+    def slots(self) -> slice:
+        """Those of all rows that this batch looks at."""
         return slice(self.first, self.first + self.num_rows)
 
     def at(self, first: int, stop: int) -> "Batch":
@@ -466,11 +430,9 @@ class Batch:
         nodes, steps = whole._width
         columns = self._last_columns(nodes, steps)
         tree = DraftTree(*columns[:5], is_chain=whole._is_chain)
-        widths = (("hidden", steps), ("logits", nodes))
-        extra = {
-            name: self._extra[name][self._here, :width]
-            for name, width in widths
-            if name in self._extra
+        extra: dict[str, Any] = {
+            "hidden": self._kept("hidden", steps),
+            "logits": self._kept("logits", nodes),
         }
         return Pass(tree, *columns[5:], **extra)
 
@@ -484,13 +446,11 @@ class Batch:
         nodes, steps = done.tree.num_nodes, done.path.shape[1]
         # One after the other: the root's token may be the bonus that is written later.
         torch._foreach_copy_(self._last_columns(nodes, steps), done.columns)
-        last.tree.is_real[self._here, nodes:] = False
-        for name, values, size in (
-            ("hidden", done.hidden, last.path.shape[1]),
-            ("logits", done.logits, last.predictions.shape[1]),
-        ):
-            if values is not None:
-                self.keep(name, values, size)
+        last.tree.is_real[self.slots, nodes:] = False
+        if done.hidden is not None:
+            self.keep("hidden", done.hidden, last.path.shape[1])
+        if done.logits is not None:
+            self.keep("logits", done.logits, last.predictions.shape[1])
         if whole.longest:
             return
         if any(row.records and row not in self.rows for row in self.running):
@@ -506,15 +466,17 @@ class Batch:
     def _last_columns(self, nodes: int, steps: int) -> list[Tensor]:
         """The memory of a pass of such a width."""
         if (nodes, steps) not in self._views:
-            here, every = self._here, self.whole._last
-            by_step = (every.path, every.tokens, every.target_tokens)
+            here, last = self.slots, self.whole._last
             self._views[nodes, steps] = [
-                one[here]
-                if one.dim() == 1
-                else one[here, : steps if any(one is other for other in by_step) else nodes]
-                for one in every.columns
+                *(one[here, :nodes] for one in (*last.tree.columns, last.predictions)),
+                *(last.path[here, :steps], last.num[here], last.bonus[here]),
+                *(last.tokens[here, :steps], last.target_tokens[here, :steps], last.answers[here]),
             ]
         return self._views[nodes, steps]
+
+    def _kept(self, name: str, size: int | None = None) -> Tensor | None:
+        """What was kept of these rows, of each the first `size`; None where it is not."""
+        return self._extra[name][self.slots, :size] if name in self._extra else None
 
     def keep(self, name: str, values: Tensor, size: int) -> None:
         """Write [row, number up to `size`, ...], which only some methods need."""
@@ -522,7 +484,7 @@ class Batch:
         if name not in self._extra or self._extra[name].shape != shape:
             with torch.inference_mode(False):
                 self._extra[name] = values.new_zeros(shape)
-        self._extra[name][self._here, : values.shape[1]] = values
+        self._extra[name][self.slots, : values.shape[1]] = values
 
     def join(self, rows: Sequence[Row]) -> None:
         """Give rows a slot each; there must be room."""
@@ -574,10 +536,9 @@ class Batch:
         self.drift.copy_(to_device(reals, self.device, torch.float32))
         spaces = [row.spec.space or ActionSpace.in_bins(1) for row in rows]
         fitted = tuple(one.with_more(self.places - one.length) for one in spaces)
-        space = SpaceTensors.of(fitted, self.device)
-        self.groups.copy_(space.groups)
-        self.unit_per_bin.copy_(space.unit_per_bin)
-        self.class_boundary.copy_(space.class_boundary)
+        kept = (self.groups, self.unit_per_bin, self.class_boundary)
+        for one, values in zip(kept, space_tensors(fitted, self.device), strict=True):
+            one.copy_(values)
 
     def _fill_past(self, rows: Sequence[Row]) -> None:
         """What sources from memory read; steps that are no actions like these are left out."""
@@ -591,10 +552,8 @@ class Batch:
 
     def context(self) -> ActionContext:
         """What rules may know beyond the tree."""
-        space = SpaceTensors(self.groups, self.unit_per_bin, self.class_boundary)
-        patches = self._extra.get("patches")
-        seen = None if patches is None else patches[self._here]
-        return ActionContext(space, self.drift, self.num_steps, seen)
+        space = (self.groups, self.unit_per_bin, self.class_boundary)
+        return ActionContext(*space, self.drift, self.num_steps, self._kept("patches"))
 
     def written(self) -> list[WrittenNumbers | None]:
         """The answers of numbers so far, [row]; None where there is none."""
@@ -608,8 +567,7 @@ class Batch:
     @property
     def seen(self) -> Tensor | None:
         """Which tokens these rows hold, prompts among them, [row, token]; None where not kept."""
-        kept = self._extra.get("seen")
-        return None if kept is None else kept[self._here]
+        return self._kept("seen")
 
     def note_seen(self, done: Pass) -> None:
         """Add what a pass has committed."""
@@ -636,4 +594,4 @@ def read_lists(parts: Sequence[Tensor]) -> list[list[list[int]]]:
 def runs_of(slots: Sequence[int]) -> list[tuple[int, int]]:
     """Slots in order, as runs (first, stop) without gaps."""
     edges = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(slots)) if b != a + 1), len(slots)]
-    return [(slots[a], slots[b - 1] + 1) for a, b in pairwise(edges)]
+    return [(slots[a], slots[b - 1] + 1) for a, b in pairwise(edges) if slots]

@@ -16,20 +16,12 @@ from importlib.metadata import EntryPoint
 from deft_policies.decoding import kinds
 from deft_policies.decoding.batch import AnswerSpec, Batch, Row
 from deft_policies.decoding.clock import Stage, StageClock
+from deft_policies.decoding.drafts import heads, session
 from deft_policies.decoding.drafts.base import DraftSource
-from deft_policies.decoding.drafts.eagle import EagleDrafts
-from deft_policies.decoding.drafts.medusa import MedusaDrafts
 from deft_policies.decoding.drafts.numbers import PreviousNumbers
 from deft_policies.decoding.drafts.plugin import PluginSource
 from deft_policies.decoding.drafts.previous_answer import PreviousAnswer
-from deft_policies.decoding.drafts.recycling import TokenRecycling
 from deft_policies.decoding.drafts.retrieval import Retrieval, RetrievalIndex
-from deft_policies.decoding.drafts.session import (
-    Extrapolation,
-    JacobiDrafts,
-    NgramLookup,
-    PreviousAction,
-)
 from deft_policies.decoding.drafts.small_model import SmallModelDrafts
 from deft_policies.decoding.guard import Choice, Guard
 from deft_policies.decoding.methods import AUTOREGRESSIVE, Method
@@ -66,20 +58,20 @@ class DraftModels:
     def makers(self, target: Target) -> dict[str, Maker]:
         """What makes a source for one batch, as a method runs it, of every kind that can be had."""
         makers: dict[str, Maker] = {
-            kinds.PREVIOUS: lambda method: PreviousAction(),
-            kinds.EXTRAPOLATION: lambda method: Extrapolation(target.action_tokens),
-            kinds.NGRAM: lambda method: NgramLookup(),
-            kinds.RECYCLED: lambda method: JacobiDrafts(),
+            kinds.PREVIOUS: lambda method: session.PreviousAction(),
+            kinds.EXTRAPOLATION: lambda method: session.Extrapolation(target.action_tokens),
+            kinds.NGRAM: lambda method: session.NgramLookup(),
+            kinds.RECYCLED: lambda method: session.JacobiDrafts(),
             kinds.PREVIOUS_ANSWER: lambda method: PreviousAnswer(),
             kinds.PREVIOUS_NUMBERS: lambda method: PreviousNumbers(),
-            kinds.TOKEN_RECYCLING: lambda method: TokenRecycling(target),
+            kinds.TOKEN_RECYCLING: lambda method: session.TokenRecycling(target),
         }
         if (index := self.index) is not None:
             makers[kinds.RETRIEVAL] = lambda method: Retrieval(index)
-        if (heads := self.medusa) is not None:
-            makers[kinds.MEDUSA] = lambda method: MedusaDrafts(heads, target)
+        if (medusa := self.medusa) is not None:
+            makers[kinds.MEDUSA] = lambda method: heads.MedusaDrafts(medusa, target)
         if (head := self.head) is not None:
-            makers[kinds.HEAD] = lambda method: EagleDrafts(
+            makers[kinds.HEAD] = lambda method: heads.EagleDrafts(
                 head, target, method, self.rope_offset, self.key_mask
             )
         if (model := self.small_model) is not None:
@@ -229,15 +221,17 @@ class Engine:
                     self._capture(prompts, rows, plan)
 
     def _capture(self, prompts: Prompts, rows: list[Row], plan: Plan) -> None:
-        method = self._prepare(prompts, rows, Choice(plan.name, ""), plan)
+        method = self._prepare(rows, Choice(plan.name, ""), plan)
         reserve = self.target.runner.reserve
         if reserve is None:
             return
-        batch = next((one for one in self._rounds if one.longest and self._fits(one, rows)), None)
+        made = [one for one in self._rounds if one.longest]
+        batch = next((one for one in made if self._fits(one, prompts, rows)), None)
         if batch is None:
-            batch = self._new_batch(reserve.batches[0], rows, reserve.padded(reserve.longest))
+            longest = reserve.padded(reserve.longest)
+            batch = self._new_batch(reserve.batches[0], prompts, rows, longest)
         played = self._switch(batch, method, plan)
-        played.capture(rows)
+        played.capture(rows, prompts)
         if played not in self._captured:
             self._captured.append(played)
 
@@ -298,10 +292,10 @@ class Engine:
             plan = next((one for one in plans if one.name == choice.plan), PLAIN)
         for row in rows:
             row.guard = guard
-        method = self._prepare(prompts, rows, choice, plan)
-        self._round(rows, method, plan).batch.join(rows)
+        method = self._prepare(rows, choice, plan)
+        self._round(prompts, rows, method, plan).join(rows[0].beside, prompts)
 
-    def _prepare(self, prompts: Prompts, rows: list[Row], choice: Choice, plan: Plan) -> Method:
+    def _prepare(self, rows: list[Row], choice: Choice, plan: Plan) -> Method:
         """Say in the rows how they are decoded; the method, as this plan plays it.
 
         Plain decoding is the same whatever the method, so all that decode plainly do so together.
@@ -310,13 +304,13 @@ class Engine:
         if not plan.kinds:
             method = Method(AUTOREGRESSIVE, temperature=method.temperature, seed=method.seed)
         for index, row in enumerate(together):
-            row.choice, row.prompts, row.prompt, row.beside = choice, prompts, index, together
+            row.choice, row.prompt, row.beside = choice, index, together
             row.limit = row.spec.max_tokens
             if row.spec.is_action:
                 row.limit += method.loop.num_behind
         return method
 
-    def _round(self, rows: list[Row], method: Method, plan: Plan) -> Round:
+    def _round(self, prompts: Prompts, rows: list[Row], method: Method, plan: Plan) -> Round:
         """One that plays this and has room, else one in an idle batch, else one in a new batch.
 
         A new batch has room for as many rows as its method has on the way: memory is bounded by
@@ -324,19 +318,19 @@ class Engine:
         """
         playing = [one for one in self._playing if one.plays(method, plan)]
         for one in playing:
-            if self._fits(one.batch, rows):
+            if self._fits(one.batch, prompts, rows):
                 return one
         wanted = len(rows) + sum(len(one.batch.running) for one in playing)
         wanted = max(len(rows), min(wanted, _MOST_ROWS))
         idle = [batch for batch in self._rounds if not batch.running]
         able = [batch for batch in idle if batch.longest or batch.capacity >= wanted]
-        batch = next((one for one in able if self._fits(one, rows)), None)
+        batch = next((one for one in able if self._fits(one, prompts, rows)), None)
         for other in idle:
             if other is not batch and not other.longest:  # what nobody uses is not kept
                 del self._rounds[other]
                 other.free()
         if batch is None:
-            batch = self._new_batch(1 << (wanted - 1).bit_length(), rows)
+            batch = self._new_batch(1 << (wanted - 1).bit_length(), prompts, rows)
         return self._switch(batch, method, plan)
 
     def _switch(self, batch: Batch, method: Method, plan: Plan) -> Round:
@@ -349,10 +343,9 @@ class Engine:
         self._rounds[batch] = found
         return found
 
-    def _fits(self, batch: Batch, rows: Sequence[Row]) -> bool:
+    def _fits(self, batch: Batch, prompts: Prompts, rows: Sequence[Row]) -> bool:
         """Whether there is room for these beside those that are on their way."""
-        running, prompts = batch.running, rows[0].prompts
-        assert prompts is not None
+        running = batch.running
         longest, most = prompts.embeds.shape[1], max(row.limit for row in rows)
         if batch.longest:
             reserve = self.target.runner.reserve
@@ -373,13 +366,13 @@ class Engine:
         of_actions = all(row.spec.is_action for row in rows)
         return min(self._widest, WIDEST) if of_actions else self._widest
 
-    def _new_batch(self, num_rows: int, rows: Sequence[Row], longest: int = 0) -> Batch:
+    def _new_batch(
+        self, num_rows: int, prompts: Prompts, rows: Sequence[Row], longest: int = 0
+    ) -> Batch:
         """Room for so many answers like these, and for what a loop may look at behind them."""
         positions = 1 + max(row.spec.max_tokens for row in rows)
         places, widest = 1 + max(row.spec.action_length for row in rows), self._widest_of(rows)
-        prompts, target = rows[0].prompts, self.target
-        assert prompts is not None
-        nodes = bucket(widest)
+        target, nodes = self.target, bucket(widest)
         num_slots = (longest or prompts.embeds.shape[1]) + positions + nodes
         batch = Batch(target.device, num_rows, positions, places, nodes, longest)
         batch.widest, batch.num_slots = widest, num_slots + -num_slots % STRIP

@@ -11,12 +11,11 @@ min(1, p / q). One that falls leaves max(0, p - q) / Z to judge the next draft b
 by, and to draw from when there is none: exact in distribution for trees as for chains.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from deft_policies.decoding.acceptance.rule import ScoredTree
+from deft_policies.decoding.batch import Pass
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import Loop, TieBreak
 from deft_policies.decoding.plugins import accept
@@ -31,16 +30,8 @@ from deft_policies.decoding.sampling import (
 )
 from deft_policies.decoding.tree import DraftTree
 
-
-@dataclass(frozen=True)
-class Accepted:
-    """The path that won in every row; what a step holds beyond `num` is anything."""
-
-    path: Tensor  # [row, step] node indices, the root first
-    num: Tensor  # [row], drafts on it
-    bonus: Tensor  # [row], the target's token after it
-    target_tokens: Tensor  # [row, step], after each node of the path
-    answers: Tensor | None  # [row], of the scores: whose they are
+# What is accepted, as in `Pass`: path, num, bonus and target_tokens.
+Accepted = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def predict(
@@ -59,38 +50,48 @@ def predict(
     return (odds / drawn).argmax(dim=2) + first
 
 
-def judge(
-    method: Method, scored: ScoredTree, keys: Tensor, stop: Tensor | None, steps: int
-) -> Accepted:
+def judge(method: Method, scored: ScoredTree, keys: Tensor, steps: int) -> Pass:
     """Choose what of some guesses is committed; no path is of use that is longer than `steps`.
 
-    An answer's last token, the one at its limit or the `stop` token [row], is always the target's
-    own word: guesses in its place never count.
+    An answer's last token, the one at its limit or the stop token, is always the target's own word:
+    guesses in its place never count. What a step holds beyond `num` is anything.
     """
+    tree = scored.tree
+    path, num, bonus, target_tokens = _accept(method, scored, keys, steps)
+    tokens = target_tokens
+    if path.shape[1] > 1 and not method.rule.is_exact:  # the next draft on the path, or the bonus
+        drafted = tree.tokens.gather(1, path[:, 1:])
+        tokens = torch.cat((drafted, bonus[:, None]), dim=1)
+        tokens.scatter_(1, num[:, None], bonus[:, None])
+    answers = scored.scores.answers
+    assert answers is not None
+    return Pass(tree, scored.predictions, path, num, bonus, tokens, target_tokens, answers)
+
+
+def _accept(method: Method, scored: ScoredTree, keys: Tensor, steps: int) -> Accepted:
     tree, rule = scored.tree, method.rule
     if method.temperature > 0.0 and tree.odds is not None:
-        return _ratio_test(scored, tree.odds, keys, method.temperature, stop, steps)
+        return _ratio_test(scored, tree.odds, keys, method.temperature, steps)
     if method.loop is Loop.PUBLISHED:
         return _longest_then_cut(scored, method, steps)
     if tree.is_chain and rule.is_exact:
-        return _exact_chain(scored, stop, steps)
+        return _exact_chain(scored, steps)
     counts = tree.depths() <= scored.deepest.unsqueeze(1)
-    if stop is not None:
-        counts = counts & scored.whole_paths(tree.tokens != stop[:, None])
+    if scored.stop is not None:
+        counts = counts & scored.whole_paths(tree.tokens != scored.stop[:, None])
     accepted = accept(rule, scored) & counts
     return _longest(scored, accepted, rule.is_exact, method.tie_break, steps)
 
 
-def _exact_chain(scored: ScoredTree, stop: Tensor | None, steps: int) -> Accepted:
+def _exact_chain(scored: ScoredTree, steps: int) -> Accepted:
     """The walk along a chain until its first miss, without looking for a path."""
     nodes = scored.tree.depths()
     fine = scored.is_equal & scored.tree.is_real & (nodes <= scored.deepest.unsqueeze(1))
-    if stop is not None:
-        fine = fine & (scored.tree.tokens != stop[:, None])
+    if scored.stop is not None:
+        fine = fine & (scored.tree.tokens != scored.stop[:, None])
     kept = fine[:, 1:].cummin(dim=1).values.sum(dim=1)
     bonus = scored.predictions.gather(1, kept.unsqueeze(1)).squeeze(1)
-    target_tokens = scored.predictions[:, :steps]
-    return Accepted(nodes[:, :steps], kept, bonus, target_tokens, scored.scores.answers)
+    return nodes[:, :steps], kept, bonus, scored.predictions[:, :steps]
 
 
 def _longest_then_cut(scored: ScoredTree, method: Method, steps: int) -> Accepted:
@@ -98,10 +99,10 @@ def _longest_then_cut(scored: ScoredTree, method: Method, steps: int) -> Accepte
 
     So a long path may win by guesses beyond the end, before another that is better up to there.
     """
-    chosen = _longest(scored, accept(method.rule, scored), False, method.tie_break, steps)
-    kept = torch.minimum(chosen.num, scored.deepest.clamp(min=0))
-    bonus = chosen.target_tokens.gather(1, kept[:, None]).squeeze(1)
-    return Accepted(chosen.path, kept, bonus, chosen.target_tokens, chosen.answers)
+    accepted = accept(method.rule, scored)
+    path, num, _, target_tokens = _longest(scored, accepted, False, method.tie_break, steps)
+    kept = torch.minimum(num, scored.deepest.clamp(min=0))
+    return path, kept, target_tokens.gather(1, kept[:, None]).squeeze(1), target_tokens
 
 
 def _longest(
@@ -123,9 +124,8 @@ def _walk(scored: ScoredTree, last: Tensor, steps: int) -> Accepted:
     nodes = torch.arange(tree.num_nodes, device=last.device)
     path = torch.where(on_path, nodes, tree.num_nodes).sort(dim=1).values[:, :steps]
     path = path.masked_fill(path == tree.num_nodes, 0)
-    target_tokens = scored.predictions.gather(1, path)
     num, bonus = on_path.sum(dim=1) - 1, scored.predictions[rows, last]
-    return Accepted(path, num, bonus, target_tokens, scored.scores.answers)
+    return path, num, bonus, scored.predictions.gather(1, path)
 
 
 def _preference(scored: ScoredTree, accepted: Tensor, tie_break: TieBreak) -> Tensor:
@@ -149,12 +149,7 @@ def _first_leaf(scored: ScoredTree) -> Tensor:
 
 
 def _ratio_test(
-    scored: ScoredTree,
-    q: Tensor,
-    keys: Tensor,
-    temperature: float,
-    stop: Tensor | None,
-    steps: int,
+    scored: ScoredTree, q: Tensor, keys: Tensor, temperature: float, steps: int
 ) -> Accepted:
     """Walk down from the root: of the drafts behind a node the first whose coin allows stands.
 
@@ -178,8 +173,8 @@ def _ratio_test(
         coin = coins[rows, 0, tries.clamp(max=MOST_TRIES - 1)]
         asked = (tree.parents[:, node] == at) & is_judged[:, node] & (tries < MOST_TRIES) & ~ended
         stands = asked & (coin * q[rows, node, token] < odds[rows, token])
-        if stop is not None:
-            is_end = stands & (tree.tokens[:, node] == stop)
+        if scored.stop is not None:
+            is_end = stands & (tree.tokens[:, node] == scored.stop)
             only = torch.zeros_like(odds).scatter(1, token[:, None], 1.0)
             odds, stands = torch.where(is_end[:, None], only, odds), stands & ~is_end
             ended = ended | is_end
@@ -190,10 +185,9 @@ def _ratio_test(
         tries = torch.where(stands, 0, tries + asked)
     drawn_noise = exponential(keys, ANSWER, here(), p.shape[2])[:, 0]
     bonus = (odds / drawn_noise).argmax(dim=1) + first
-    walked = _walk(scored, at, steps)
-    drafted = tree.tokens.gather(1, walked.path).roll(-1, dims=1)
-    target_tokens = drafted.scatter(1, depth[:, None], bonus[:, None])
-    return Accepted(walked.path, walked.num, bonus, target_tokens, walked.answers)
+    path, num, _, _ = _walk(scored, at, steps)
+    drafted = tree.tokens.gather(1, path).roll(-1, dims=1)
+    return path, num, bonus, drafted.scatter(1, depth[:, None], bonus[:, None])
 
 
 def _without_draft(odds: Tensor, q: Tensor) -> Tensor:

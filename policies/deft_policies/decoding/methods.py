@@ -14,22 +14,7 @@ from typing import Any, get_args, get_type_hints
 
 from deft_client.commands.methods import with_knobs
 from deft_policies.decoding import kinds
-from deft_policies.decoding.acceptance.confidence import (
-    DeferredWindow,
-    EntropyRadius,
-    NearTop,
-    TopK,
-    VisualRelevance,
-)
-from deft_policies.decoding.acceptance.distance import (
-    ScheduledRadius,
-    WithinBins,
-    WithinBudget,
-    WithinDrift,
-    WithinIds,
-    WithinLimits,
-)
-from deft_policies.decoding.acceptance.numbers import WithinNumbers
+from deft_policies.decoding.acceptance import confidence, distance, numbers
 from deft_policies.decoding.acceptance.rule import AcceptanceRule, ExactMatch
 from deft_policies.decoding.plan import (
     PLAIN,
@@ -96,18 +81,18 @@ PRESETS = {
 
 _RULES: dict[str, type[AcceptanceRule]] = {
     "exact": ExactMatch,
-    "within-bins": WithinBins,
-    "within-ids": WithinIds,
-    "within-limits": WithinLimits,
-    "within-budget": WithinBudget,
-    "within-drift": WithinDrift,
-    "within-numbers": WithinNumbers,
-    "scheduled-radius": ScheduledRadius,
-    "top-k": TopK,
-    "near-top": NearTop,
-    "entropy-radius": EntropyRadius,
-    "deferred-window": DeferredWindow,
-    "visual-relevance": VisualRelevance,
+    "within-bins": distance.WithinBins,
+    "within-ids": distance.WithinIds,
+    "within-limits": distance.WithinLimits,
+    "within-budget": distance.WithinBudget,
+    "within-drift": distance.WithinDrift,
+    "within-numbers": numbers.WithinNumbers,
+    "scheduled-radius": distance.ScheduledRadius,
+    "top-k": confidence.TopK,
+    "near-top": confidence.NearTop,
+    "entropy-radius": confidence.EntropyRadius,
+    "deferred-window": confidence.DeferredWindow,
+    "visual-relevance": confidence.VisualRelevance,
 }
 
 

@@ -119,21 +119,11 @@ class TreeShape:
     @staticmethod
     def eagle() -> "TreeShape":
         """The 25 guesses of EAGLE-1's static tree, with which SpecVLM drafts."""
-        num_children = {
-            (): 4,
-            (0,): 3,
-            (1,): 2,
-            (2,): 2,
-            (3,): 1,
-            (0, 0): 3,
-            (0, 1): 2,
-            (0, 2): 2,
-            (1, 0): 1,
-            (0, 0, 0): 3,
-            (0, 0, 0, 0): 2,
-        }
-        paths = ((*path, rank) for path, num in num_children.items() for rank in range(num))
-        return TreeShape.of_paths(tuple(sorted(paths, key=_by_level)))
+        paths = (
+            "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 "
+            "0000 0001 0002 00000 00001"
+        )
+        return TreeShape.of_paths(tuple(tuple(map(int, path)) for path in paths.split()))
 
     def cut(self, depth: int) -> "TreeShape":
         """The shape where `depth` levels are of use; of a template at least one level stays."""

@@ -18,7 +18,7 @@ from deft_policies.decoding.acceptance.rule import ScoredTree
 from deft_policies.decoding.batch import Batch, Pass, PassRecord, Row, read_lists, runs_of
 from deft_policies.decoding.clock import Stage, StageClock
 from deft_policies.decoding.drafts import HIDDEN, LOGITS, MEMORY, PREDICTIONS, DraftSource
-from deft_policies.decoding.judge import Accepted, judge, predict
+from deft_policies.decoding.judge import judge, predict
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import MOST_GROWN, Plan
 from deft_policies.decoding.sampling import first_maximum, noise_keys, top_gap
@@ -32,10 +32,6 @@ _MOST_PREFILL_DRAFTS = 3
 Played = tuple[Tensor, int, int]  # a pass as the host may read it, its nodes and its steps
 BookTime = Callable[[Stage], object]
 Maker = Callable[[Method], DraftSource]
-
-
-def _ignore(stage: Stage) -> None:
-    """Book no time."""
 
 
 class Round:
@@ -54,25 +50,24 @@ class Round:
         self.target, self.batch, self.method, self.plan = target, batch, method, plan
         sources: dict[str, DraftSource] = {}
         for kind in plan.kinds:
-            if method.drafting(kind) in known:
-                sources[kind] = known[method.drafting(kind)]
-            else:
-                sources[kind] = makers[kind](method)
-                sources[kind].allocate(batch)
+            source = known.get(method.drafting(kind))
+            if source is None:
+                source = makers[kind](method)
+                source.allocate(batch)
+            sources[kind] = source
         self.sources: dict[Hashable, DraftSource] = {
             method.drafting(kind): one for kind, one in sources.items()
         }
-        self._drafts = tuple(sources.values())
+        self.round_drafts = [sources[kind] for kind in plan.rounds]
         # What reads the target's passes has nothing to say before the first of them.
-        able = [sources[kind] for kind in plan.prefill]
-        able = [one for one in able if not one.needs & {HIDDEN, LOGITS}]
-        self.prefill_drafts = tuple(able[:_MOST_PREFILL_DRAFTS])
-        self.round_drafts = tuple(sources[kind] for kind in plan.rounds)
-        needs = frozenset[str]().union(*(one.needs for one in self._drafts))
+        early = [sources[one] for one in plan.prefill if not sources[one].needs & {HIDDEN, LOGITS}]
+        self.prefill_drafts = early[:_MOST_PREFILL_DRAFTS]
+        needs = frozenset[str]().union(*(one.needs for one in self.sources.values()))
         self._keeps_hidden, self._keeps_logits = HIDDEN in needs, LOGITS in needs
         self._reads_past, self._reads_nodes = MEMORY in needs, PREDICTIONS in needs
         self._captured: dict[Hashable, tuple[int, int]] = {}  # nodes and steps of these rounds
         self._is_capturing = False
+        self._joining: list[tuple[list[Row], Prompts]] = []  # answers whose first pass is next
         self._unread: list[tuple[list[Row], PassRecord]] = []  # passes not yet read by the host
 
     def play(
@@ -80,7 +75,7 @@ class Round:
         rows: Batch,
         drafts: Sequence[DraftSource],
         depth: int,
-        lap: BookTime = _ignore,
+        lap: BookTime = lambda stage: None,
         tree: DraftTree | None = None,
     ) -> Played:
         """Draft behind what was accepted, verify the drafts, accept some, commit them."""
@@ -153,41 +148,29 @@ class Round:
     def _accept(self, rows: Batch, tree: DraftTree, scores: Scores, depth: int) -> Pass:
         """What the target says after each node, and which path is committed."""
         method, logits, first = self.method, scores.logits, self.target.vocabulary.first
-        predictions = predict(method, tree, logits, first, rows.keys, rows.count)
+        tokens = predict(method, tree, logits, first, rows.keys, rows.count)
         assert scores.answers is not None
         if tree.num_nodes == 1:
-            target_tokens = predictions
+            own = tokens
             if not self.plan.kinds and method.temperature > 0.0:
-                target_tokens = first_maximum(logits) + first
-            bonus, tokens, predictions = predictions[:, 0], predictions, target_tokens
-            accepted = Accepted(
-                rows.root_path, rows.none_kept, bonus, target_tokens, scores.answers
-            )
+                own = first_maximum(logits) + first
+            root = rows.root_path, rows.none_kept
+            done = Pass(tree, own, *root, tokens[:, 0], tokens, own, scores.answers)
         else:
             steps = max(1, min(tree.num_nodes, depth + 1, rows.positions))
-            stop = rows.stop if rows.has_text else None
-            scored = self._scored(rows, tree, scores, predictions)
-            accepted = judge(method, scored, rows.keys, stop, steps)
-            is_exact = method.rule.is_exact
-            tokens = accepted.target_tokens if is_exact else _next_tokens(tree, accepted)
-        logits = logits[:, :, self.target.action_tokens.within(self.target.vocabulary)]
-        return Pass(
-            tree=tree,
-            predictions=predictions,
-            path=accepted.path,
-            num=accepted.num,
-            bonus=accepted.bonus,
-            tokens=tokens,
-            target_tokens=accepted.target_tokens,
-            answers=scores.answers if accepted.answers is None else accepted.answers,
-            hidden=take_rows(scores.hidden, accepted.path) if self._keeps_hidden else None,
-            logits=logits if self._keeps_logits else None,
-        )
+            done = judge(method, self._scored(rows, tree, scores, tokens), rows.keys, steps)
+        if self._keeps_hidden:
+            done = replace(done, hidden=take_rows(scores.hidden, done.path))
+        if self._keeps_logits:
+            bins = self.target.action_tokens.within(self.target.vocabulary)
+            done = replace(done, logits=logits[:, :, bins])
+        return done
 
     def _scored(
         self, rows: Batch, tree: DraftTree, scores: Scores, predictions: Tensor
     ) -> ScoredTree:
         """The tree with everything that a rule may read."""
+        has_text = rows.has_text
         return ScoredTree(
             tree=tree,
             scores=scores,
@@ -199,8 +182,8 @@ class Round:
             context=rows.context(),
             num_tokens=self.target.num_tokens,
             limit=rows.limit,
-            begin=rows.begin if rows.has_text else None,
-            stop=rows.stop if rows.has_text else None,
+            begin=rows.begin if has_text else None,
+            stop=rows.stop if has_text else None,
             written=rows.written() if self.method.rule.reads_numbers else (),
         )
 
@@ -253,6 +236,14 @@ class Round:
         assert self.batch.cache is not None
         return self.batch.cache
 
+    def join(self, rows: list[Row], prompts: Prompts) -> None:
+        """Let answers begin together with the next step; whoever leaves `rows` until then does not.
+
+        There must be room for them.
+        """
+        self.batch.join(rows)
+        self._joining.append((rows, prompts))
+
     def step(self, clock: StageClock) -> list[Row]:
         """Play a pass of the rows on their way, and the first of those that joined; the ended."""
         clock.take_laps()  # what came before, as seeing, is no pass
@@ -260,9 +251,9 @@ class Round:
         begun = [row for row in rows if row.records]
         if begun:
             self._next_pass(begun, clock)
-        for row in rows:
-            if not row.records:
-                self._prefill_together(row.beside, clock)
+        while self._joining:
+            self._prefill_together(*self._joining[0], clock)
+            self._joining.pop(0)
         return [row for row in rows if row.is_done]
 
     def _next_pass(self, rows: list[Row], clock: StageClock) -> None:
@@ -288,18 +279,15 @@ class Round:
         here.rows = [row if row is not None and row.records else None for row in here.rows]
         return here
 
-    def _prefill_together(self, group: list[Row], clock: StageClock) -> None:
+    def _prefill_together(self, group: list[Row], prompts: Prompts, clock: StageClock) -> None:
         """The first pass of rows that begin together, as many as lie side by side at once."""
         for first, stop in runs_of([row.slot for row in group]):
             rows = [row for row in group if first <= row.slot < stop]
-            chosen, prompts = [row.prompt for row in rows], rows[0].prompts
-            assert prompts is not None
+            chosen = [row.prompt for row in rows]
             size = 1 << (len(rows) - 1).bit_length()
             if self.batch.longest and first == 0 and not any(self.batch.rows[stop:size]):
                 chosen += chosen[:1] * (size - len(rows))  # captured prefills have such sizes
             self.prefill(rows, first, prompts.take(chosen), clock)
-        for row in group:
-            row.prompts = None
 
     def _take_in(self, rows: list[Row], first: int, prompts: Prompts) -> Batch:
         """The slots of rows that begin; prompts beyond them are copies of the first one's."""
@@ -316,7 +304,7 @@ class Round:
 
     def _begin(self, part: Batch, prompts: Prompts, hidden: Tensor | None) -> None:
         """Let sources look at the prompts: those that read hidden states after the pass."""
-        for one in self._drafts:
+        for one in self.sources.values():
             if (HIDDEN in one.needs) == (hidden is not None):
                 one.begin(part, prompts, hidden)
 
@@ -332,7 +320,8 @@ class Round:
         """Remember a pass. Read it now, unless all that the host needs is known without."""
         record = PassRecord(*played, first, is_prefill, clock.take_laps())
         for row in rows:
-            row.note(record)
+            row.records.append(record)
+            row.count += 1  # it has committed one token at least
         self._unread.append((rows, record))
         is_known = record.num_nodes == 1 and all(
             row.spec.is_action and row.count < row.limit for row in rows
@@ -383,7 +372,7 @@ class Round:
 
         def step(*columns: Tensor) -> Tensors:
             finished = DraftTree(*columns) if columns else None
-            numbers, num_nodes, num_steps = self.play(rows, drafts, depth, _ignore, finished)
+            numbers, num_nodes, num_steps = self.play(rows, drafts, depth, tree=finished)
             self._captured[key] = num_nodes, num_steps
             return (numbers,)
 
@@ -391,7 +380,7 @@ class Round:
         # The next round overwrites it, and a trace is put into words much later.
         return found.clone(), *self._captured[key]
 
-    def capture(self, rows: list[Row]) -> None:
+    def capture(self, rows: list[Row], prompts: Prompts) -> None:
         """Capture every round that answers like these may need; they are not decoded to their end.
 
         Whatever the rounds do to the rows, they keep nothing in the cache and end nowhere.
@@ -400,7 +389,7 @@ class Round:
         is_able = isinstance(self.method.rule, Hashable) and find_wait(self.method.rule) is None
         self._is_capturing = is_able and shape.num_open <= MOST_GROWN
         batch.join(rows)
-        self._prefill_together(rows, StageClock(self.target.device))
+        self._prefill_together(rows, prompts, StageClock(self.target.device))
         here, drafts = self._in_use(rows), able(self.round_drafts, rows)
         here.is_open.fill_(False)
         if all(one.capturable for one in drafts):
@@ -432,12 +421,3 @@ def _places_of(rows: Batch, done: Pass) -> Tensor:
     places = rows.count[:, None] + numbers
     places = places.masked_fill_(numbers > done.num[:, None], rows.positions)
     return places.clamp_(max=rows.positions)
-
-
-def _next_tokens(tree: DraftTree, accepted: Accepted) -> Tensor:
-    """The token after each node of the path: the next draft on it, or the bonus. [row, step]."""
-    bonus = accepted.bonus[:, None]
-    if accepted.path.shape[1] == 1:
-        return bonus
-    drafted = tree.tokens.gather(1, accepted.path[:, 1:])
-    return torch.cat((drafted, bonus), dim=1).scatter_(1, accepted.num[:, None], bonus)

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from deft_policies.decoding.sampling import first_maximum
 from deft_policies.decoding.tree import DraftTree
-from deft_policies.model.graphs import StepRunner, Tensors
+from deft_policies.model.graphs import Step, StepRunner, Tensors
 from deft_policies.model.kv_cache import STRIP, KVCache
 from deft_policies.model.layout import (
     is_chain,
@@ -188,7 +188,7 @@ class Target:
         """
         embeds, lengths = prompts.embeds, prompts.lengths
         num_rows, num_positions = embeds.shape[:2]
-        reserve = self.runner.reserve
+        reserve, keeps_hidden = self.runner.reserve, prompts.keep_hidden
         if cache.is_fixed and reserve is not None:
             missing = reserve.padded(num_positions) - num_positions
             embeds = functional.pad(embeds, (0, 0, 0, missing))
@@ -196,9 +196,24 @@ class Target:
         causal = tree.num_nodes == 1 or (tree.is_chain and not cache.is_fixed)
         causal = causal or (self.reads_lengths and is_chain(tree.parents))
         tokens, ancestors = self._widened(cache, tree)
-        step = partial(self._prefill_step, cache, first, causal, prompts.keep_hidden)
+
+        def step(embeds: Tensor, lengths: Tensor, tokens: Tensor, ancestors: Tensor) -> Tensors:
+            plan = prefill_layout(lengths, ancestors.sum(dim=2) - 1, embeds.shape[1])
+            if tokens.shape[1] > 1:
+                embeds = torch.cat((embeds, self.decoder.embedding(tokens[:, 1:])), dim=1)
+                embeds = take_rows(embeds, plan.sources)
+            num_slots = embeds.shape[1]
+            window = cache.open(num_rows, num_slots, read=num_slots, first_row=first)
+            mask = None if causal else prefill_mask(plan, ancestors)
+            rows_out = None if keeps_hidden else plan.node_slots
+            hidden = self._passes.run(
+                PassInput(embeds, plan.positions, window, mask, is_causal=causal, rows_out=rows_out)
+            )
+            scored = take_rows(hidden, plan.node_slots) if keeps_hidden else hidden
+            return scored, self.logits(scored), hidden if keeps_hidden else hidden[:, :0]
+
         inputs = (embeds, lengths, tokens, ancestors)
-        key = (causal, prompts.keep_hidden, tokens.shape[1], *embeds.shape)
+        key = (causal, keeps_hidden, tokens.shape[1], *embeds.shape)
         # Rows that join others run step by step: they come at any place.
         found = self._run(cache, key, step, inputs) if first == 0 else step(*inputs)
         scored, logits, kept = found
@@ -244,6 +259,16 @@ class Target:
         logits, hidden = self._run(cache, tokens.shape, step, (tokens, ancestors, roots))
         return _without_padding(tree, logits, hidden)
 
+    def _score_step(
+        self, cache: KVCache, read: int, tokens: Tensor, ancestors: Tensor, roots: Tensor
+    ) -> Tensors:
+        num_rows, num_nodes = tokens.shape
+        positions = roots[:, None] + ancestors.sum(dim=2) - 1
+        window = cache.open(num_rows, num_nodes, read, slots=tree_slots(roots, num_nodes))
+        embeds, mask = self.decoder.embedding(tokens), tree_mask(roots, ancestors, read)
+        hidden = self._passes.run(PassInput(embeds, positions, window, mask))
+        return self.logits(hidden), hidden
+
     def penalise(self, logits: Tensor, seen: Tensor, tree: DraftTree) -> Tensor:
         """Logits [row, node, token], smaller where a token came before.
 
@@ -284,13 +309,7 @@ class Target:
             found.append(scores.logits[0, 0].clone())
         return found
 
-    def _run(
-        self,
-        cache: KVCache,
-        key: Sequence[object],
-        step: Callable[..., Tensors],
-        inputs: Tensors,
-    ) -> Tensors:
+    def _run(self, cache: KVCache, key: Sequence[object], step: Step, inputs: Tensors) -> Tensors:
         if not cache.is_fixed:
             return step(*inputs)
         return self.runner.run((self, cache, *key), step, inputs)
@@ -303,35 +322,6 @@ class Target:
             return tokens, ancestors
         padded = functional.pad(tokens, (0, width - tree.num_nodes))
         return padded, pad_ancestors(ancestors, width)
-
-    def _prefill_step(
-        self,
-        cache: KVCache,
-        first: int,
-        is_causal: bool,
-        keeps_hidden: bool,
-        embeds: Tensor,
-        lengths: Tensor,
-        tokens: Tensor,
-        ancestors: Tensor,
-    ) -> Tensors:
-        plan = prefill_layout(lengths, ancestors.sum(dim=2) - 1, embeds.shape[1])
-        if tokens.shape[1] > 1:
-            embeds = torch.cat((embeds, self.decoder.embedding(tokens[:, 1:])), dim=1)
-            embeds = take_rows(embeds, plan.sources)
-        num_rows, num_slots = embeds.shape[:2]
-        hidden = self._passes.run(
-            PassInput(
-                embeds,
-                plan.positions,
-                cache.open(num_rows, num_slots, read=num_slots, first_row=first),
-                mask=None if is_causal else prefill_mask(plan, ancestors),
-                is_causal=is_causal,
-                rows_out=None if keeps_hidden else plan.node_slots,
-            )
-        )
-        scored = take_rows(hidden, plan.node_slots) if keeps_hidden else hidden
-        return scored, self.logits(scored), hidden if keeps_hidden else hidden[:, :0]
 
     def _score_aligned(self, cache: KVCache, tree: DraftTree, start: int) -> Scores:
         """The pass when every row has the same known length: plain slices, no mask for a root."""
@@ -348,20 +338,6 @@ class Target:
             inputs = PassInput(embeds, positions, window, mask)
         hidden = self._passes.run(inputs)
         return Scores(self.logits(hidden), hidden, tree.answers)
-
-    def _score_step(
-        self, cache: KVCache, read: int, tokens: Tensor, ancestors: Tensor, roots: Tensor
-    ) -> Tensors:
-        num_rows, num_nodes = tokens.shape
-        hidden = self._passes.run(
-            PassInput(
-                self.decoder.embedding(tokens),
-                roots[:, None] + ancestors.sum(dim=2) - 1,
-                cache.open(num_rows, num_nodes, read, slots=tree_slots(roots, num_nodes)),
-                mask=tree_mask(roots, ancestors, read),
-            )
-        )
-        return self.logits(hidden), hidden
 
 
 def self_draft_target(target: Target, num_layers: int) -> Target:

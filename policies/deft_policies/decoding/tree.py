@@ -60,21 +60,6 @@ class DraftTree:
         )
 
     @staticmethod
-    def of_guesses(
-        kind: str,
-        roots: Tensor,
-        tokens: Tensor,
-        parents: Tensor,
-        is_real: Tensor,
-        log_probs: Tensor | None = None,
-    ) -> "DraftTree":
-        """Guesses [row, guess] of one source below `roots` [row]; parents count the root as 0."""
-        if log_probs is None:
-            log_probs = torch.zeros_like(tokens, dtype=torch.float32)
-        sources = torch.full_like(tokens, source_number(kind))
-        return DraftTree(tokens, parents, is_real, log_probs, sources).below(roots)
-
-    @staticmethod
     def side_by_side(trees: Sequence["DraftTree"]) -> "DraftTree":
         """The guesses of trees of the same roots in one tree. Equal guesses stay two nodes."""
         first, *rest = trees
@@ -87,12 +72,13 @@ class DraftTree:
             parents = torch.where(parents > 0, parents + num_guesses, parents)
             columns.append((tokens, parents, *others))
             num_guesses += tree.num_nodes - 1
-        return _beside(columns)
+        return DraftTree(*(torch.cat(parts, dim=1) for parts in zip(*columns, strict=True)))
 
     def below(self, roots: Tensor) -> "DraftTree":
         """These nodes as guesses below `roots` [row]; their parents count the root as node 0."""
-        together = _beside([DraftTree.root_only(roots).columns, self.columns])
-        return replace(together, is_chain=self.is_chain)
+        columns = zip(DraftTree.root_only(roots).columns, self.columns, strict=True)
+        whole = (torch.cat(both, dim=1) for both in columns)
+        return DraftTree(*whole, is_chain=self.is_chain, odds=self.odds)
 
     def select(self, nodes: Tensor) -> "DraftTree":
         """The given nodes [node] in ascending order, the root among them.
@@ -109,7 +95,9 @@ class DraftTree:
         """At most so many nodes: the last ones go, on which no earlier one hangs."""
         if self.num_nodes <= num_nodes:
             return self
-        return self.select(torch.arange(num_nodes, device=self.tokens.device))
+        tokens, parents, *others = (column[:, :num_nodes] for column in self.columns)
+        parents = parents.clamp(max=num_nodes - 1)  # padding may hang on what goes
+        return DraftTree(tokens, parents, *others, is_chain=self.is_chain)
 
     def without_padding(self) -> "DraftTree":
         """Without nodes that are real in no row. The host looks at the tensor."""
@@ -171,10 +159,6 @@ class DraftTree:
         return self._ancestors.sum(dim=2) - 1
 
 
-def _beside(parts: Sequence[tuple[Tensor, ...]]) -> DraftTree:
-    return DraftTree(*(torch.cat(columns, dim=1) for columns in zip(*parts, strict=True)))
-
-
 @dataclass(frozen=True)
 class Level:
     """The open nodes of one level: those whose children are wanted next."""
@@ -188,28 +172,29 @@ class Level:
 Extend = Callable[[Level], Tensor]  # log-probabilities of the children [row, node, token]
 # Log-probabilities [row, node, token], a depth, ranks [node]: tokens [row, node] and their odds.
 Draw = Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor]]
+# Of what was grown, [row, guess]: tokens, parents (the root is 0), whether they are real and
+# log-probabilities; and `DraftTree.odds`.
+Grown = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 
 
 def beam_tree(
-    shape: TreeShape,
-    kind: str,
-    roots: Tensor,
-    log_probs: Tensor,
-    extend: Extend,
-    deepest: Tensor,
-    first_token: int,
-) -> DraftTree:
+    shape: TreeShape, log_probs: Tensor, extend: Extend, deepest: Tensor, first_token: int
+) -> Grown:
     """EAGLE-2: the likeliest nodes of a level stay open, the likeliest of all are kept.
 
-    `log_probs` [row, token] are of the children of the `roots` [row]; column i is token
+    `log_probs` [row, token] are of the children of the roots; column i is token
     `first_token + i`. Levels below `deepest` [row] are padding in that row.
     """
-    num_rows, top_k = len(roots), shape.top_k
-    itself = torch.eye(top_k, dtype=torch.bool, device=roots.device).expand(num_rows, -1, -1)
+
+    def cut(totals: Tensor, depth: int) -> Tensor:
+        return totals.masked_fill((deepest < depth)[:, None], -torch.inf)
+
+    num_rows, top_k = len(log_probs), shape.top_k
+    itself = torch.eye(top_k, dtype=torch.bool, device=log_probs.device).expand(num_rows, -1, -1)
     best = log_probs.topk(top_k, dim=1)
     tokens, scores = best.indices + first_token, best.values
     # Of every level [row, candidate]: token, score, and parent among all candidates above.
-    levels = [(tokens, scores, torch.full_like(tokens, -1))]
+    levels = [(tokens, cut(scores, 1), torch.full_like(tokens, -1))]
     indices = torch.arange(top_k, device=tokens.device).expand_as(tokens)  # among all candidates
     level = Level(1, tokens, torch.zeros_like(tokens), itself)
     num_candidates = top_k
@@ -217,7 +202,7 @@ def beam_tree(
         children = extend(level).topk(top_k, dim=2)
         tokens = (children.indices + first_token).flatten(1)
         totals = (scores[:, :, None] + children.values).flatten(1)
-        levels.append((tokens, totals, indices.repeat_interleave(top_k, dim=1)))
+        levels.append((tokens, cut(totals, depth), indices.repeat_interleave(top_k, dim=1)))
         kept = totals.topk(top_k, dim=1)
         scores, indices = kept.values, num_candidates + kept.indices
         above = kept.indices // top_k
@@ -227,15 +212,7 @@ def beam_tree(
         level = Level(depth, tokens.gather(1, kept.indices), above, ancestors)
         num_candidates += top_k**2
     # Of all candidates the likeliest stay, in the order in which they were made.
-    scores = torch.cat(
-        [
-            totals.masked_fill((deepest < depth)[:, None], -torch.inf)
-            for depth, (_, totals, _) in enumerate(levels, start=1)
-        ],
-        dim=1,
-    )
-    tokens = torch.cat([one for one, _, _ in levels], dim=1)
-    parents = torch.cat([one for _, _, one in levels], dim=1)
+    tokens, scores, parents = (torch.cat(column, dim=1) for column in zip(*levels, strict=True))
     num_kept = min(shape.num_guesses, scores.shape[1])
     # Stable, so that of equal scores the earlier wins: no child is ever kept without its parent.
     order = scores.sort(dim=1, descending=True, stable=True).indices[:, :num_kept]
@@ -245,28 +222,20 @@ def beam_tree(
     above = parents.gather(1, chosen)
     log_probs = scores.gather(1, chosen)
     is_real = log_probs > -torch.inf
-    return DraftTree.of_guesses(
-        kind,
-        roots,
-        tokens.gather(1, chosen),
-        torch.where(above < 0, 0, renumbered.gather(1, above.clamp(min=0))),
-        is_real,
-        log_probs.masked_fill(~is_real, 0.0),
-    )
+    parents = torch.where(above < 0, 0, renumbered.gather(1, above.clamp(min=0)))
+    return tokens.gather(1, chosen), parents, is_real, log_probs.masked_fill(~is_real, 0.0), None
 
 
 def template_tree(
     shape: TreeShape,
-    kind: str,
-    roots: Tensor,
     log_probs: Tensor,
     extend: Extend,
     deepest: Tensor,
     first_token: int,
     draw: Draw | None = None,
-) -> DraftTree:
+) -> Grown:
     """The likeliest tokens on the paths of a template, or drawn ones, whose odds are kept."""
-    levels, parents, depths = template_indices(shape.paths, roots.device)
+    levels, parents, depths = template_indices(shape.paths, len(log_probs), log_probs.device)
     log_probs, scores = log_probs[:, None], torch.zeros_like(log_probs[:, :1])
     tokens, totals, odds = [], [], []
     for level, above, ranks, num_ranks, is_open in levels:
@@ -280,27 +249,20 @@ def template_tree(
             odds.append(drawn_by)
         tokens.append(found + first_token)
         if level.depth < len(levels):
-            log_probs = extend(_of_rows(level, tokens[-1][:, is_open]))
+            log_probs = extend(replace(level, tokens=tokens[-1][:, is_open]))
     every = torch.cat(tokens, dim=1)
     parents, is_real = parents.expand_as(every), depths <= deepest.clamp(min=0)[:, None]
     if draw is not None:
-        tree = DraftTree.of_guesses(kind, roots, every, parents, is_real)
         blank = torch.zeros_like(odds[0][:, :1])  # the root was not drawn
-        return replace(tree, odds=torch.cat((blank, *odds), dim=1))
+        unknown = torch.zeros_like(every, dtype=torch.float32)
+        return every, parents, is_real, unknown, torch.cat((blank, *odds), dim=1)
     known = torch.cat(totals, dim=1).float().masked_fill(~is_real, 0.0)
-    return DraftTree.of_guesses(kind, roots, every, parents, is_real, known)
-
-
-def _of_rows(level: Level, tokens: Tensor) -> Level:
-    """A level of a template with the tokens [row, node] of its open nodes."""
-    num_rows = len(tokens)
-    above, ancestors = level.above.expand(num_rows, -1), level.ancestors.expand(num_rows, -1, -1)
-    return Level(level.depth, tokens, above, ancestors)
+    return every, parents, is_real, known, None
 
 
 @lru_cache(maxsize=64)
 def template_indices(
-    paths: tuple[Path, ...], device: torch.device
+    paths: tuple[Path, ...], num_rows: int, device: torch.device
 ) -> tuple[list[tuple[Level, Tensor, Tensor, int, Tensor]], Tensor, Tensor]:
     """Indices of every level; then the parents and the depths of all guesses, [guess].
 
@@ -320,20 +282,18 @@ def template_indices(
         for depth in range(1, shape.levels + 1):
             nodes, inner = shape.level(depth), shape.inner(depth)
             so_far += inner
-            lineage = [[path[: len(one)] == one for one in so_far] for path in inner]
+            lineage = on_device(
+                [[path[: len(one)] == one for one in so_far] for path in inner], torch.bool
+            ).view(len(inner), len(so_far))
             level = Level(
                 depth,
                 tokens=on_device([]),
-                above=on_device([above.index(path[:-1]) for path in inner]),
-                ancestors=on_device(lineage, torch.bool),
+                above=on_device([above.index(path[:-1]) for path in inner]).expand(num_rows, -1),
+                ancestors=lineage.expand(num_rows, -1, -1),
             )
-            indices = (
-                on_device([above.index(path[:-1]) for path in nodes]),
-                on_device([path[-1] for path in nodes]),
-                1 + max(path[-1] for path in nodes),
-                on_device([nodes.index(path) for path in inner]),
-            )
-            levels.append((level, *indices))
+            hung = on_device([above.index(path[:-1]) for path in nodes])
+            ranks, is_open = [path[-1] for path in nodes], [nodes.index(path) for path in inner]
+            levels.append((level, hung, on_device(ranks), 1 + max(ranks), on_device(is_open)))
             above = inner
         parents = on_device([numbers[path[:-1]] for path in paths])
         return levels, parents, on_device([len(path) for path in paths])
@@ -364,14 +324,11 @@ def merge(
 
     `trims` drops what is padding in every row, which means looking at the tensor.
     """
-    if trims and len(found) == 1 and limits.depth > 0:
-        kind, guesses = found[0]
-        chain = _only_chain(kind, guesses, limits) if isinstance(guesses, Chains) else None
-        if chain is not None:
-            return chain
     trees = [one for _, one in found if isinstance(one, DraftTree)]
     chains = [(kind, one) for kind, one in found if isinstance(one, Chains)]
     if chains and limits.depth > 0:
+        if trims and len(found) == 1 and chains[0][1].tokens.shape[:2] == (1, 1):
+            return _only_chain(*chains[0], limits)
         merged = _prefix_tree(chains, limits)
         merged = merged.without_padding() if trims else merged
         merged = merged.first_nodes(limits.widest)
@@ -382,11 +339,8 @@ def merge(
     return DraftTree.side_by_side(trees).first_nodes(limits.widest)
 
 
-def _only_chain(kind: str, guesses: Chains, limits: DraftLimits) -> DraftTree | None:
-    """The tree of one row's only chain, in fewer operations; None for what is more than that."""
-    num_rows, num_chains, _ = guesses.tokens.shape
-    if num_rows > 1 or num_chains > 1:
-        return None
+def _only_chain(kind: str, guesses: Chains, limits: DraftLimits) -> DraftTree:
+    """The tree of one row's only chain, in fewer operations."""
     known = [*guesses.is_known[0, 0, : limits.depth].tolist(), False].index(False)
     tokens = guesses.tokens[:, 0, : min(known, limits.widest - 1)]
     tokens = torch.cat((limits.roots[:, None], tokens), dim=1)

@@ -9,7 +9,7 @@ from torch import Tensor
 from deft_client.types import DecodeTrace
 from deft_policies.decoding import kinds
 from deft_policies.decoding.acceptance.rule import ActionSpace
-from deft_policies.decoding.batch import AnswerSpec, Batch, ForHost, Pass, Row
+from deft_policies.decoding.batch import AnswerSpec, Batch, Pass, Row
 from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.drafts import (
     LOGITS,
@@ -244,7 +244,7 @@ def filled(rows: Sequence[Row], committed: Sequence[Sequence[int]]) -> Batch:
         if tokens:
             number = rows[slot].number
             kept, read = len(tokens) - 1, list(tokens)
-            found = ForHost([kept], [number], read, read, [], [], [], [], [], [], [])
+            found = [[kept], [number], read, read, [], []]
             rows[slot].read(found, is_finite=True, in_slot=number)
         batch.tokens[slot, : len(tokens)] = torch.tensor(list(tokens), dtype=torch.int64)
         batch.count[slot] = len(tokens)

@@ -7,7 +7,7 @@ import torch
 
 from deft_policies.decoding.acceptance.distance import WithinBins, WithinIds
 from deft_policies.decoding.acceptance.rule import AcceptanceRule, ExactMatch, ScoredTree
-from deft_policies.decoding.judge import Accepted
+from deft_policies.decoding.batch import Pass
 from deft_policies.decoding.plan import TieBreak
 from deft_policies.decoding.tree import DraftTree
 from tests.policies.decoding.trees import judged, random_scored, steps_to
@@ -75,11 +75,11 @@ def test_the_winner_is_the_one_found_by_trying_every_path(
     assert num_ties > 5
 
 
-def found_end(verdict: Accepted, row: int) -> int:
+def found_end(verdict: Pass, row: int) -> int:
     return int(verdict.path[row, int(verdict.num[row])])
 
 
-def tokens_on(scored: ScoredTree, row: int, verdict: Accepted) -> list[int]:
+def tokens_on(scored: ScoredTree, row: int, verdict: Pass) -> list[int]:
     path = verdict.path[row, : int(verdict.num[row]) + 1].tolist()
     return tokens_at(scored, row, path)
 

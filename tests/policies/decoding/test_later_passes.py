@@ -4,7 +4,7 @@ import pickle
 from dataclasses import dataclass, field, replace
 
 from deft_client.types import DecodeTrace, PassTrace
-from deft_policies.decoding.batch import LazyPassTraces
+from deft_policies.decoding.batch import LazyPassTraces, Name
 
 PASSES = tuple(
     PassTrace(number == 0, (5, 6), (-1, 0), ("", "head"), (6, 7), (1,) * number, 8)
@@ -19,7 +19,7 @@ class Described:
     number: int
     asked: list[int] = field(default_factory=list)
 
-    def describe(self, slot: int) -> PassTrace:
+    def describe(self, slot: int, name: Name) -> PassTrace:
         assert slot == 3
         self.asked.append(self.number)
         return PASSES[self.number]

@@ -19,9 +19,10 @@ from torch import Tensor
 from deft_policies.decoding import kinds
 from deft_policies.decoding import round as rounds
 from deft_policies.decoding.acceptance.rule import ScoredTree
+from deft_policies.decoding.batch import Pass
 from deft_policies.decoding.drafts.retrieval import RetrievalIndex, frame_keys
 from deft_policies.decoding.engine import DraftModels
-from deft_policies.decoding.judge import Accepted, judge
+from deft_policies.decoding.judge import judge
 from deft_policies.decoding.kinds import OUR_KINDS
 from deft_policies.decoding.methods import Method, find_method
 from deft_policies.decoding.plan import Plan, TreeShape
@@ -243,15 +244,15 @@ class KeepsWrongSlotsTarget(Target):
         return KeepsWrongSlots(self.decoder.sizes, self.decoder.embedding.weight)
 
 
-Judge = Callable[..., Accepted]
+Judge = Callable[..., Pass]
 
 
-def wrong_bonus(scored: ScoredTree, accepted: Accepted) -> Accepted:
+def wrong_bonus(scored: ScoredTree, accepted: Pass) -> Pass:
     """Takes the root's prediction for the bonus, wherever the path ends."""
     return replace(accepted, bonus=scored.predictions[:, 0])
 
 
-def one_more(scored: ScoredTree, accepted: Accepted) -> Accepted:
+def one_more(scored: ScoredTree, accepted: Pass) -> Pass:
     """Keeps one draft more than was accepted, where there is one."""
     rows = torch.arange(len(accepted.bonus))
     end = accepted.path[rows, accepted.num]
@@ -260,7 +261,7 @@ def one_more(scored: ScoredTree, accepted: Accepted) -> Accepted:
     longer = (accepted.num + is_child.any(dim=1)).clamp(max=accepted.path.shape[1] - 1)
     path = accepted.path.scatter(1, longer[:, None], torch.where(longer > 0, child, 0)[:, None])
     bonus = scored.predictions[rows, child]
-    return Accepted(path, longer, bonus, accepted.target_tokens, accepted.answers)
+    return replace(accepted, path=path, num=longer, bonus=bonus)
 
 
 def own_prediction(scored: ScoredTree) -> ScoredTree:
@@ -276,11 +277,11 @@ def through_rejected(scored: ScoredTree) -> ScoredTree:
 
 def planted(
     before: Callable[[ScoredTree], ScoredTree] | None = None,
-    after: Callable[[ScoredTree, Accepted], Accepted] | None = None,
+    after: Callable[[ScoredTree, Pass], Pass] | None = None,
 ) -> Judge:
     """The judge with a mistake before it or behind it."""
 
-    def wrong(method: Method, scored: ScoredTree, *rest: Any) -> Accepted:
+    def wrong(method: Method, scored: ScoredTree, *rest: Any) -> Pass:
         accepted = judge(method, scored if before is None else before(scored), *rest)
         if before is own_prediction:
             accepted = replace(accepted, bonus=judge(method, scored, *rest).bonus)

@@ -198,7 +198,7 @@ def test_the_longest_path_is_cut_after_it_was_chosen() -> None:
     scored = replace(
         random_scored(0, num_rows=1),
         tree=tree,
-        scores=Scores(torch.zeros(1, 5, 60), torch.zeros(1, 5, 8)),
+        scores=Scores(torch.zeros(1, 5, 60), torch.zeros(1, 5, 8), torch.tensor([0])),
         predictions=wanted,
         num_committed=torch.tensor([5]),
     )

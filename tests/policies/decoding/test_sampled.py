@@ -11,11 +11,11 @@ from deft_policies.decoding.acceptance.rule import (
     ActionContext,
     ActionSpace,
     ScoredTree,
-    SpaceTensors,
+    space_tensors,
 )
-from deft_policies.decoding.batch import AnswerSpec
+from deft_policies.decoding.batch import AnswerSpec, Pass
 from deft_policies.decoding.engine import DraftModels
-from deft_policies.decoding.judge import Accepted, judge, predict
+from deft_policies.decoding.judge import judge, predict
 from deft_policies.decoding.methods import Method, find_method
 from deft_policies.decoding.plan import TreeShape
 from deft_policies.decoding.sampling import (
@@ -81,22 +81,18 @@ def scored_chains(tokens: torch.Tensor, odds: torch.Tensor | None) -> ScoredTree
     tree = DraftTree(*fields, odds=odds)
     contexts = torch.cat((torch.full((num_rows, 1), NUM_TOKENS), tokens), dim=1)
     logits = target[contexts]
-    space = SpaceTensors.of((ActionSpace.in_bins(3),), CPU)
-    wide = SpaceTensors(
-        space.groups.expand(num_rows, -1),
-        space.unit_per_bin.expand(num_rows, -1),
-        space.class_boundary.expand(num_rows, -1),
-    )
+    space = space_tensors((ActionSpace.in_bins(3),), CPU)
+    wide = (one.expand(num_rows, -1) for one in space)
     zero = torch.zeros(num_rows, dtype=torch.int64)
     return ScoredTree(
         tree=tree,
-        scores=Scores(logits, logits),
+        scores=Scores(logits, logits, torch.arange(len(logits))),
         predictions=logits.argmax(dim=2),
         num_committed=zero,
         spent=torch.zeros(num_rows, 3, dtype=torch.int64),
         vocabulary=TokenRange(0, NUM_TOKENS - 1),
         action_tokens=TokenRange(0, NUM_TOKENS - 1),
-        context=ActionContext(wide, torch.zeros(num_rows, 3), zero),
+        context=ActionContext(*wide, torch.zeros(num_rows, 3), zero),
     )
 
 
@@ -111,8 +107,8 @@ class Sampler:
         logits, count = scored.scores.logits, scored.num_committed
         return predict(self.method, scored.tree, logits, 0, self.keys, count)
 
-    def judge(self, scored: ScoredTree) -> Accepted:
-        return judge(self.method, scored, self.keys, None, 3)
+    def judge(self, scored: ScoredTree) -> Pass:
+        return judge(self.method, scored, self.keys, 3)
 
 
 def sampler(temperature: float, num_rows: int, seed: int) -> Sampler:
@@ -248,7 +244,10 @@ def test_several_drafts_of_one_token_keep_the_targets_odds(temperature: float) -
     contexts = torch.cat((torch.full((NUM_DRAWS, 1), NUM_TOKENS), drafts), dim=1)
     logits = target[contexts]
     scored = replace(
-        chains, tree=tree, scores=Scores(logits, logits), predictions=logits.argmax(dim=2)
+        chains,
+        tree=tree,
+        scores=Scores(logits, logits, torch.arange(len(logits))),
+        predictions=logits.argmax(dim=2),
     )
     accepted = sampler(temperature, NUM_DRAWS, seed=7).judge(scored)
     first, second = accepted.target_tokens[:, 0], accepted.target_tokens[:, 1]
@@ -285,7 +284,7 @@ def test_every_draft_of_one_token_has_a_coin_of_its_own() -> None:
     scored = replace(
         scored_chains(drafts[:, :2], None),
         tree=tree,
-        scores=Scores(logits, logits),
+        scores=Scores(logits, logits, torch.arange(len(logits))),
         predictions=tokens * 0,
     )
     found = counted(sampler(1.0, num_draws, seed=8).judge(scored).target_tokens[:, 0])

@@ -13,9 +13,9 @@ from deft_policies.decoding.acceptance.rule import (
     ActionSpace,
     ExactMatch,
     ScoredTree,
-    SpaceTensors,
+    space_tensors,
 )
-from deft_policies.decoding.judge import Accepted
+from deft_policies.decoding.batch import Pass
 from deft_policies.decoding.plan import TieBreak
 from deft_policies.decoding.sampling import first_maximum
 from deft_policies.decoding.target import Scores
@@ -66,10 +66,10 @@ def scored() -> ScoredTree:
     logits = torch.zeros(1, len(given), len(TOKENS))
     for row in given:
         logits[0, row.node, row.prediction - TOKENS.first] = 1.0
-    scores = Scores(logits, torch.zeros(1, len(given), 1))
+    scores = Scores(logits, torch.zeros(1, len(given), 1), torch.tensor([0]))
     committed = torch.tensor([NUM_COMMITTED])
     nothing = torch.zeros(1, LENGTH, dtype=torch.int64)
-    space = SpaceTensors.of((ActionSpace.in_bins(LENGTH),), CPU)
+    space = space_tensors((ActionSpace.in_bins(LENGTH),), CPU)
     return ScoredTree(
         tree=tree,
         scores=scores,
@@ -78,15 +78,15 @@ def scored() -> ScoredTree:
         spent=nothing,
         vocabulary=TOKENS,
         action_tokens=TOKENS,
-        context=ActionContext(space, nothing.float(), torch.zeros(1, dtype=torch.int64)),
+        context=ActionContext(*space, nothing.float(), torch.zeros(1, dtype=torch.int64)),
     )
 
 
-def judge(rule: AcceptanceRule, tie_break: TieBreak) -> Accepted:
+def judge(rule: AcceptanceRule, tie_break: TieBreak) -> Pass:
     return judged(scored(), rule, tie_break)
 
 
-def kept(verdict: Accepted) -> list[int]:
+def kept(verdict: Pass) -> list[int]:
     return verdict.path[0, : int(verdict.num[0]) + 1].tolist()  # type: ignore[no-any-return]
 
 

@@ -11,9 +11,10 @@ from deft_policies.decoding.acceptance.rule import (
     ActionSpace,
     DimensionGroup,
     ScoredTree,
-    SpaceTensors,
+    space_tensors,
 )
-from deft_policies.decoding.judge import Accepted, judge
+from deft_policies.decoding.batch import Pass
+from deft_policies.decoding.judge import judge
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import Loop, TieBreak
 from deft_policies.decoding.target import Scores
@@ -65,14 +66,18 @@ def random_scored(seed: int, space: ActionSpace = SPACE, num_rows: int = 3) -> S
         for position in range(int(num_committed[row])):
             spent[row, position] = rng.choice([0, 0, 2, -3])
     context = ActionContext(
-        space=SpaceTensors.of((space,) * num_rows, CPU),
+        *space_tensors((space,) * num_rows, CPU),
         drift=torch.tensor([[rng.uniform(-9, 9) for _ in range(LENGTH)] for _ in range(num_rows)]),
         num_steps=torch.tensor([rng.randrange(200) for _ in range(num_rows)]),
         patches=torch.randn(num_rows, 6, 8, generator=generator),
     )
     return ScoredTree(
         tree=tree,
-        scores=Scores(logits, torch.randn(*tree.tokens.shape, 8, generator=generator)),
+        scores=Scores(
+            logits,
+            torch.randn(*tree.tokens.shape, 8, generator=generator),
+            torch.arange(num_rows),
+        ),
         predictions=logits.argmax(dim=2),
         num_committed=num_committed,
         spent=spent,
@@ -84,12 +89,12 @@ def random_scored(seed: int, space: ActionSpace = SPACE, num_rows: int = 3) -> S
 
 def judged(
     scored: ScoredTree, rule: AcceptanceRule, tie_break: TieBreak, loop: Loop = Loop.LEAN
-) -> Accepted:
+) -> Pass:
     """The path that is committed greedily; none is longer than an action."""
     method = Method("test", rule, (), tie_break, loop=loop)
     keys = torch.zeros_like(scored.num_committed)
     steps = max(1, min(scored.tree.num_nodes, LENGTH))
-    return judge(method, scored, keys, None, steps)
+    return judge(method, scored, keys, steps)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ import gc
 import torch
 from torch import Tensor
 
-from deft_policies.decoding import kinds
 from deft_policies.decoding.plan import TreeShape
 from deft_policies.decoding.tree import Level, template_indices, template_tree
 from deft_policies.model.graphs import StepRunner, Tensors
@@ -14,15 +13,13 @@ from tests.recorder import RecordingCapturer
 
 def grow(log_probs: Tensor) -> Tensors:
     """A tree of a template over odds that are the same at every level."""
-    roots = torch.zeros(1, dtype=torch.int64)
 
     def extend(nodes: Level) -> Tensor:
         return log_probs[:, None].expand(-1, nodes.tokens.shape[1], -1)
 
-    tree = template_tree(
-        TreeShape.template(3, 3), kinds.HEAD, roots, log_probs, extend, roots + 3, first_token=0
-    )
-    return tree.tokens, tree.parents
+    deepest = torch.tensor([3])
+    tokens, parents, *_ = template_tree(TreeShape.template(3, 3), log_probs, extend, deepest, 0)
+    return tokens, parents
 
 
 def test_a_recording_holds_what_it_reads_although_others_forget_it() -> None:

@@ -97,10 +97,10 @@ class WithinLimits(AcceptanceRule):
     def accepts(self, scored: ScoredTree) -> Tensor:
         """Near enough in its own unit all the way."""
         radii = self._radii(scored)
-        space = scored.context.space
+        context = scored.context
         near = scored.deviations.abs() <= scored.at_positions(radii)
-        near = near & (scored.at_positions(space.groups) != DimensionGroup.GRIP)
-        boundary = scored.at_positions(space.class_boundary)
+        near = near & (scored.at_positions(context.groups) != DimensionGroup.GRIP)
+        boundary = scored.at_positions(context.class_boundary)
         same_class = (scored.tree.tokens >= boundary) == (scored.expected >= boundary)
         return scored.relaxed_paths(near.where(boundary == NO_CLASS, same_class))
 
@@ -124,14 +124,14 @@ class WithinBudget(AcceptanceRule):
 
     def accepts(self, scored: ScoredTree) -> Tensor:
         """Near all the way, with every group inside its budget."""
-        group = scored.at_positions(scored.context.space.groups)
+        group = scored.at_positions(scored.context.groups)
         far = scored.deviations.abs()
         near = (far <= self.each) & scored.is_relaxable & (group != DimensionGroup.GRIP)
         fine = scored.is_equal | near
         for one in (DimensionGroup.MOVE, DimensionGroup.TURN):
             # Equal tokens outside the action range have no deviation, so all may be summed.
             here = scored.sum_along_paths(far * (group == one))
-            before = (scored.spent.abs() * (scored.context.space.groups == one)).sum(dim=1)
+            before = (scored.spent.abs() * (scored.context.groups == one)).sum(dim=1)
             within = here + before.unsqueeze(1) <= self.total
             fine = fine & (within | scored.is_equal | (group != one))
         return scored.whole_paths(fine)
@@ -174,10 +174,10 @@ class WithinDrift(AcceptanceRule):
     def accepts(self, scored: ScoredTree) -> Tensor:
         """Accepted by the rule, and inside the drift budget all the way."""
         budget = radii_in_bins(scored, self.move, self.turn)
-        unknown = scored.context.space.unit_per_bin == 0
+        unknown = scored.context.unit_per_bin == 0
         budget = budget.masked_fill(unknown, float(self.cap))
         after = self.leak * scored.at_positions(scored.context.drift) + scored.deviations
-        boundary = scored.at_positions(scored.context.space.class_boundary)
+        boundary = scored.at_positions(scored.context.class_boundary)
         inside = after.abs() <= scored.at_positions(budget)
         fine = scored.is_equal | inside | (boundary != NO_CLASS)
         return scored.whole_paths(fine) & self.rule.accepts(scored)
@@ -191,7 +191,7 @@ def radii_in_bins(scored: ScoredTree, move: float, turn: float) -> Tensor:
     """Limits in bins, [row, position]; infinite where the size of a bin is unknown."""
     import torch
 
-    space = scored.context.space
-    limit = torch.where(space.groups == DimensionGroup.TURN, turn, move)
+    context = scored.context
+    limit = torch.where(context.groups == DimensionGroup.TURN, turn, move)
     # A hair more than the quotient, so that a limit of exactly k bins admits k bins.
-    return limit / space.unit_per_bin * (1 + 1e-6)
+    return limit / context.unit_per_bin * (1 + 1e-6)

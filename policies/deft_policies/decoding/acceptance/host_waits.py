@@ -14,7 +14,7 @@ from deft_policies.decoding.acceptance.rule import (
     ActionContext,
     ActionSpace,
     ScoredTree,
-    SpaceTensors,
+    space_tensors,
 )
 from deft_policies.decoding.target import Scores
 from deft_policies.decoding.tree import DraftTree
@@ -44,7 +44,7 @@ def example_tree(device: str) -> ScoredTree:
     scores = torch.ones(_ROWS, _NODES, device=device)
     rows = tokens[:, 0]
     places = torch.zeros(_ROWS, _LENGTH, device=device)
-    space = SpaceTensors.of((ActionSpace.in_bins(_LENGTH),) * _ROWS, torch.device(device))
+    space = space_tensors((ActionSpace.in_bins(_LENGTH),) * _ROWS, torch.device(device))
     return ScoredTree(
         tree=DraftTree(tokens, tokens - 1, tokens >= 0, scores, tokens - 1),
         scores=Scores(
@@ -56,5 +56,5 @@ def example_tree(device: str) -> ScoredTree:
         spent=places.long(),
         vocabulary=TokenRange(0, _TOKENS - 1),
         action_tokens=TokenRange(0, _TOKENS - 1),
-        context=ActionContext(space, places, rows, torch.ones(_ROWS, 3, _WIDTH, device=device)),
+        context=ActionContext(*space, places, rows, torch.ones(_ROWS, 3, _WIDTH, device=device)),
     )

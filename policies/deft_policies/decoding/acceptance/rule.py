@@ -77,52 +77,49 @@ class ActionSpace:
         return ActionSpace((DimensionGroup.MOVE,) * length, (0.0,) * length, (None,) * length)
 
 
-NO_CLASS = -1  # stands for None in `SpaceTensors.class_boundary`
+NO_CLASS = -1  # stands for None in `ActionContext.class_boundary`
 
 
-@dataclass(frozen=True)
-class SpaceTensors:
-    """The action spaces of a batch on the device, [row, position] each."""
+@lru_cache(maxsize=64)
+def space_tensors(
+    spaces: tuple[ActionSpace, ...], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The first fields of an `ActionContext` for spaces of the same length. Not to be written to.
 
-    groups: Tensor  # int64
-    unit_per_bin: Tensor  # float32
-    class_boundary: Tensor  # int64, NO_CLASS where there are no classes
+    Remembered, because sessions act in the same space again and again.
+    """
+    import torch
 
-    @property
-    def length(self) -> int:
-        """Tokens of one action."""
-        return self.groups.shape[1]
-
-    @staticmethod
-    @lru_cache(maxsize=64)
-    def of(spaces: tuple[ActionSpace, ...], device: torch.device) -> SpaceTensors:
-        """Stack the spaces of a batch; they must have the same length. Not to be written to.
-
-        Remembered, because sessions act in the same space again and again.
-        """
-        import torch
-
-        units = [space.unit_per_bin for space in spaces]
-        boundaries = [
-            [NO_CLASS if edge is None else edge for edge in space.class_boundary]
-            for space in spaces
-        ]
-        with torch.inference_mode(False):
-            return SpaceTensors(
-                groups=torch.tensor([space.groups for space in spaces], device=device),
-                unit_per_bin=torch.tensor(units, dtype=torch.float32, device=device),
-                class_boundary=torch.tensor(boundaries, device=device),
-            )
+    units = [space.unit_per_bin for space in spaces]
+    boundaries = [
+        [NO_CLASS if edge is None else edge for edge in space.class_boundary] for space in spaces
+    ]
+    with torch.inference_mode(False):
+        groups = torch.tensor([space.groups for space in spaces], device=device)
+        unit_per_bin = torch.tensor(units, dtype=torch.float32, device=device)
+        return groups, unit_per_bin, torch.tensor(boundaries, device=device)
 
 
 @dataclass(frozen=True)
 class ActionContext:
     """What rules may know beyond the tree: fixed for one action, the same for all its passes."""
 
-    space: SpaceTensors
+    groups: Tensor  # [row, position] int64, `DimensionGroup`
+    unit_per_bin: Tensor  # [row, position] float32
+    class_boundary: Tensor  # [row, position] int64, NO_CLASS where there are no classes
     drift: Tensor  # [row, position] float32, executed minus own over past steps, in bins
     num_steps: Tensor  # [row] int64, steps since the episode began
     patches: Tensor | None = None  # [row, patch, width], hidden states of the image patches
+
+    @property
+    def length(self) -> int:
+        """Tokens of one action."""
+        return self.groups.shape[1]
+
+    @property
+    def space(self) -> ActionContext:
+        """Itself: where rules written for f28efa1 find the first three fields."""
+        return self
 
 
 @dataclass(frozen=True)
@@ -202,7 +199,7 @@ class ScoredTree:
         places = self.num_committed.unsqueeze(1) + (self.tree.depths() - 1)
         if self.begin is not None:
             places = self._behind_text(places)
-        return places.clamp_(0, self.context.space.length - 1)
+        return places.clamp_(0, self.context.length - 1)
 
     def _behind_text(self, places: Tensor) -> Tensor:
         """Places in an action that begins where the last text ends: in the tree, or before it."""
@@ -219,7 +216,7 @@ class ScoredTree:
     @property
     def deepest(self) -> Tensor:
         """Depth of the last guess that may count, [row]: the answer's last token needs none."""
-        length = self.context.space.length if self.limit is None else self.limit
+        length = self.context.length if self.limit is None else self.limit
         return length - 1 - self.num_committed
 
     def at_positions(self, values: Tensor) -> Tensor:

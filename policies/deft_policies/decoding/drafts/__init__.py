@@ -1,4 +1,4 @@
-"""Draft sources, a paper per file; here what a source of a package needs."""
+"""Draft sources; here what a source of a package needs."""
 
 from deft_policies.decoding.drafts.base import (
     FRAME,

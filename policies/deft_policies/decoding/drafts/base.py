@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from deft_policies.decoding.batch import Batch
+from deft_policies.decoding.kinds import source_number
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import MOST_BRANCHES, TreeShape
 from deft_policies.decoding.sampling import DRAFT, exponential, target_odds
@@ -69,15 +70,19 @@ class DraftSource(ABC):
         first_token: int,
         draw: Draw | None = None,
     ) -> DraftTree:
-        """A tree below the roots; arguments as of `beam_tree`."""
+        """A tree below the roots; other arguments as of `beam_tree`."""
         if shape.is_full_depth:
             deepest = torch.full_like(batch.count, shape.levels)
         else:
             deepest = batch.limit - 1 - batch.count
-        known = (self.kind, roots, log_probs, extend, deepest, first_token)
-        if draw is not None or shape.paths:
-            return template_tree(shape.as_template(), *known, draw)
-        return beam_tree(shape, *known)
+        if draw is None and not shape.paths:
+            grown = beam_tree(shape, log_probs, extend, deepest, first_token)
+        else:
+            template = shape.as_template()
+            grown = template_tree(template, log_probs, extend, deepest, first_token, draw)
+        tokens, parents, is_real, known, odds = grown
+        sources = torch.full_like(tokens, source_number(self.kind))
+        return DraftTree(tokens, parents, is_real, known, sources, odds=odds).below(roots)
 
 
 def remaining_tokens(batch: Batch, tokens: Tensor, known: Tensor, limits: DraftLimits) -> Chains:

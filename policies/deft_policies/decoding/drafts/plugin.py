@@ -50,17 +50,25 @@ class PluginSource(DraftSource):
             guesses = self._source.draft(batch, limits)
             is_guess = self._check_shape(guesses, len(limits.roots))
             is_captured = is_guess.is_cuda and torch.cuda.is_current_stream_capturing()
+            tokens = guesses.tokens
             if not self._is_checked and not is_captured:
-                self._check_tokens(guesses.tokens, is_guess)
-            return replace(guesses, tokens=guesses.tokens.clamp(0, self._last_token))
+                self._is_checked = True
+                wrong = tokens[is_guess & ((tokens < 0) | (tokens > self._last_token))]
+                if len(wrong) > 0:
+                    raise PolicyError(
+                        f"guessed token {int(wrong[0])}, and the vocabulary ends at "
+                        f"{self._last_token}"
+                    )
+            return replace(guesses, tokens=tokens.clamp(0, self._last_token))
 
     def _check_shape(self, guesses: object, num_rows: int) -> Tensor:
         """Which of the tokens are guesses; raises `PolicyError` for what nobody could read."""
         columns: tuple[Tensor, ...]
         if isinstance(guesses, Chains):
             columns, axes = (guesses.tokens, guesses.is_known), "[row, chain, step]"
+            is_guess = guesses.is_known
         elif isinstance(guesses, DraftTree):
-            columns, axes = guesses.columns, "[row, node]"
+            columns, axes, is_guess = guesses.columns, "[row, node]", guesses.is_real
         else:
             raise PolicyError(f"draft must return Chains or a DraftTree, got {guesses!r}")
         shape = columns[0].shape
@@ -68,16 +76,6 @@ class PluginSource(DraftSource):
             raise PolicyError(f"tokens must be {axes} of {num_rows} rows, got {list(shape)}")
         if any(one.shape != shape for one in columns):
             raise PolicyError(f"all must have the shape of tokens, {list(shape)}")
-        is_guess = guesses.is_known if isinstance(guesses, Chains) else guesses.is_real
         if columns[0].dtype != torch.int64 or is_guess.dtype != torch.bool:
             raise PolicyError("tokens must be int64, is_known or is_real bool")
         return is_guess
-
-    def _check_tokens(self, tokens: Tensor, is_guess: Tensor) -> None:
-        self._is_checked = True
-        is_wrong = is_guess & ((tokens < 0) | (tokens > self._last_token))
-        if bool(is_wrong.any()):
-            raise PolicyError(
-                f"guessed token {int(tokens[is_wrong][0])}, and the vocabulary ends at "
-                f"{self._last_token}"
-            )

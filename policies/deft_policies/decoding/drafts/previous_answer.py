@@ -13,7 +13,7 @@ host.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import itemgetter
 
 import torch
@@ -179,6 +179,8 @@ def tree_of(
     ]
     whole = to_device(numbers, roots.device, torch.int64).view(len(grown), 3, size)
     tokens, parents, is_real = whole.unbind(1)
-    tree = DraftTree.of_guesses(kind, roots, tokens, parents, is_real > 0)
     is_chain = all(list(above) == list(range(len(above))) for _, above in grown)
-    return replace(tree, is_chain=is_chain)
+    unknown = torch.zeros_like(tokens, dtype=torch.float32)
+    sources = torch.full_like(tokens, kinds.source_number(kind))
+    tree = DraftTree(tokens, parents, is_real > 0, unknown, sources, is_chain=is_chain)
+    return tree.below(roots)

@@ -56,10 +56,6 @@ class RetrievalIndex:
                 "make an index of its own demonstrations"
             )
 
-    def to(self, device: torch.device) -> "RetrievalIndex":
-        """The same index on another device."""
-        return RetrievalIndex(self.keys.to(device), self.actions.to(device), self.fingerprint)
-
 
 def frame_keys(prompts: Prompts) -> Tensor:
     """Keys of a batch of frames, [row, feature], float32.
@@ -147,12 +143,11 @@ class Retrieval(DraftSource):
         for row in batch.rows:
             if row is not None and row.spec.is_action:
                 self._index.check_length((row.spec.max_tokens,))
-        here = slice(batch.first, batch.first + batch.num_rows)
-        self._is_known[here] = prompts.features is not None
+        self._is_known[batch.slots] = prompts.features is not None
         if prompts.features is not None:
-            self._actions[here] = self._index.nearest(frame_keys(prompts), 1)
+            self._actions[batch.slots] = self._index.nearest(frame_keys(prompts), 1)
 
     def draft(self, batch: Batch, limits: DraftLimits) -> Chains:
         """What was found when the rows began."""
-        here = slice(batch.first, batch.first + batch.num_rows)
-        return remaining_tokens(batch, self._actions[here], self._is_known[here], limits)
+        actions, is_known = self._actions[batch.slots], self._is_known[batch.slots]
+        return remaining_tokens(batch, actions, is_known, limits)

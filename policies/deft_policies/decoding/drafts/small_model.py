@@ -13,7 +13,7 @@ from deft_policies.decoding.drafts.session import NgramLookup
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import MOST_GROWN, TreeShape
 from deft_policies.decoding.target import Prompts, Target
-from deft_policies.decoding.tree import DraftLimits, DraftTree, Extend, Level
+from deft_policies.decoding.tree import DraftLimits, DraftTree, Level
 from deft_policies.model.llama import take_rows
 from deft_policies.model.sizes import TokenRange
 
@@ -60,54 +60,19 @@ class SmallModelDrafts(DraftSource):
         if prompts.for_draft is not None:
             prompts = prompts.for_draft()
         prompts = with_fewer_patches(prompts, self._method.patch_share)
-        self._waiting = [
-            one for one in self._waiting if one[0] is not batch and not _has_ended(one[0])
+        kept = [
+            (part, others)
+            for part, others in self._waiting
+            if part is not batch and any(row and not row.is_done for row in part.rows)
         ]
-        self._waiting.append((batch, replace(prompts, keep_hidden=False)))
+        self._waiting = [*kept, (batch, replace(prompts, keep_hidden=False))]
 
     def draft(self, batch: Batch, limits: DraftLimits) -> DraftTree:
         """Draft behind the roots."""
         assert batch.last is not None
         shape = limits.shape.cut(limits.depth).with_most_open(limits.widest)
-        first = self._read_committed(batch, batch.last, limits.roots, shape)
-        extend, token = self._extend(batch, limits.roots, shape), self._drafted.first - self._shift
-        vocabulary = self._target.vocabulary
-        start = token - vocabulary.first
-        drafted = slice(start, start + len(self._drafted))
-        draw = drawing(self._method, batch, drafted, len(vocabulary))
-        return self.grow(batch, limits.roots, shape, first, extend, token, draw)
-
-    def _read_committed(self, batch: Batch, last: Pass, roots: Tensor, shape: TreeShape) -> Tensor:
-        """Let the model read what the target has committed; its log-probabilities at the roots."""
-        num_rows, end = batch.num_rows, last.num + 1
-        chain = torch.cat((last.tree.tokens[:, :1], last.tokens), dim=1)
-        kept = end * batch.is_open
-        guessed = self._guess(batch, shape, roots[:, None])
-        waiting, self._waiting = self._waiting, []
-        is_old = torch.tensor([row is not None for row in batch.rows])
-        for part, _ in waiting:
-            is_old[part.first : part.first + part.num_rows] = False
-        if bool(is_old.any()):
-            waiting = [(batch, None), *waiting]
-        is_one_pass = [(part.first, part.num_rows) for part, _ in waiting] == [(0, num_rows)]
-        if not is_one_pass:  # a guess is asked of all rows in one pass, or of none
-            guessed = guessed[:, :0]
-        found = chain.new_zeros(num_rows, len(self._drafted), dtype=torch.float32)
-        for part, prompts in waiting:
-            # Rows of the part that have ended meanwhile may lie behind the batch.
-            here = slice(part.first, part.first + part.num_rows)
-            tokens, ends, keeps, guesses = (
-                _of_rows(one, here) for one in (chain, end, kept, guessed)
-            )
-            tree = DraftTree.chain(tokens)
-            read = self._ask(tree, ends[:, None], guesses, part.first, prompts)
-            self._cache.keep(tree.depths(), keeps, in_place=True, first=part.first)
-            found[here] = read[: max(num_rows - part.first, 0), 0]
-        return found
-
-    def _extend(self, batch: Batch, roots: Tensor, shape: TreeShape) -> Extend:
-        assert batch.last is not None
-        tree = DraftTree.root_only(roots)
+        log_probs = self._read_committed(batch, batch.last, limits.roots, shape)
+        tree = DraftTree.root_only(limits.roots)
         first = 0  # where the nodes that were open last begin
 
         def extend(level: Level) -> Tensor:
@@ -120,7 +85,34 @@ class SmallModelDrafts(DraftSource):
             guessed = self._guess(batch, shape, tree.tokens)
             return self._ask(tree, wanted.expand_as(level.tokens), guessed)
 
-        return extend
+        token, vocabulary = self._drafted.first - self._shift, self._target.vocabulary
+        start = token - vocabulary.first
+        drafted = slice(start, start + len(self._drafted))
+        draw = drawing(self._method, batch, drafted, len(vocabulary))
+        return self.grow(batch, limits.roots, shape, log_probs, extend, token, draw)
+
+    def _read_committed(self, batch: Batch, last: Pass, roots: Tensor, shape: TreeShape) -> Tensor:
+        """Let the model read what the target has committed; its log-probabilities at the roots."""
+        num_rows, end = batch.num_rows, last.num + 1
+        chain = torch.cat((last.tree.tokens[:, :1], last.tokens), dim=1)
+        kept = end * batch.is_open
+        guessed = self._guess(batch, shape, roots[:, None])
+        waiting, self._waiting = self._waiting, []
+        new = {slot for part, _ in waiting for slot in range(part.slots.start, part.slots.stop)}
+        if any(row is not None and slot not in new for slot, row in enumerate(batch.rows)):
+            waiting = [(batch, None), *waiting]
+        if [part.slots for part, _ in waiting] != [slice(0, num_rows)]:
+            guessed = guessed[:, :0]  # a guess is asked of all rows in one pass, or of none
+        found = chain.new_zeros(num_rows, len(self._drafted), dtype=torch.float32)
+        for part, prompts in waiting:
+            # Rows of the part that have ended meanwhile may lie behind the batch.
+            columns = (chain, end, kept, guessed)
+            tokens, ends, keeps, guesses = (_of_rows(one, part.slots) for one in columns)
+            tree = DraftTree.chain(tokens)
+            read = self._ask(tree, ends[:, None], guesses, part.first, prompts)
+            self._cache.keep(tree.depths(), keeps, in_place=True, first=part.first)
+            found[part.slots] = read[: max(num_rows - part.first, 0), 0]
+        return found
 
     def _ask(
         self,
@@ -183,11 +175,6 @@ def _of_rows(values: Tensor, here: slice) -> Tensor:
     if missing > 0:
         values = functional.pad(values, (*(0, 0) * (values.dim() - 1), 0, missing))
     return values[here]
-
-
-def _has_ended(batch: Batch) -> bool:
-    """Whether no row is on its way any more."""
-    return all(row is None or row.is_done for row in batch.rows)
 
 
 def _with_level(tree: DraftTree, parents: Tensor, tokens: Tensor) -> DraftTree:

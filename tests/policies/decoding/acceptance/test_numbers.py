@@ -56,7 +56,7 @@ def scored_tree(
     return replace(
         random_scored(0, num_rows=1),
         tree=tree,
-        scores=Scores(torch.zeros(1, num_nodes, 12), torch.zeros(1, num_nodes, 1)),
+        scores=Scores(torch.zeros(1, num_nodes, 12), torch.zeros(1, num_nodes, 1), count),
         predictions=torch.tensor([predictions]),
         num_committed=count,
         vocabulary=TokenRange(0, END),
@@ -172,8 +172,8 @@ def play(seed: int) -> tuple[str, Writer, tuple[float, ...], int]:
         scored = scored_tree(nodes, parents, predictions, written)
         expected = [allows(path, written, writer) for path in paths]
         assert RULE.accepts(scored).tolist() == [expected]
-        stop = torch.tensor([END])
-        accepted = judge(method, scored, torch.zeros(1), stop, len(nodes))
+        scored = replace(scored, stop=torch.tensor([END]))
+        accepted = judge(method, scored, torch.zeros(1), len(nodes))
         path = accepted.path[0, 1 : int(accepted.num[0]) + 1].tolist()
         tokens = [*tokens, *(nodes[node] for node in path), int(accepted.bonus[0])]
         own = [*own, *accepted.target_tokens[0, : len(path) + 1].tolist()]

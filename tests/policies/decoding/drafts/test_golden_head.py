@@ -12,7 +12,7 @@ from deft_policies.checkpoint.draft_heads import load_head
 from deft_policies.decoding import kinds
 from deft_policies.decoding.acceptance.distance import WithinBins, WithinIds
 from deft_policies.decoding.batch import Batch
-from deft_policies.decoding.drafts.eagle import EagleDrafts
+from deft_policies.decoding.drafts.heads import EagleDrafts
 from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.methods import Method, find_method
 from deft_policies.decoding.plan import Plan, RopeOffset, TieBreak, TreeShape

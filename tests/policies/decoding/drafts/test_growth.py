@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from deft_policies.decoding import kinds
 from deft_policies.decoding.plan import Path, TreeShape, read_tree
-from deft_policies.decoding.tree import DraftTree, Level, beam_tree, template_tree
+from deft_policies.decoding.tree import DraftTree, Grown, Level, beam_tree, template_tree
 from tests.policies.decoding.trees import num_real, paths_of
 from tests.tiny_target import path_to
 
@@ -22,6 +21,11 @@ def random_template(seed: int) -> TreeShape:
         above = rng.choice([(), *sorted(paths)])
         paths.add((*above, rng.randrange(4)))
     return TreeShape.of_paths(tuple(sorted(paths, key=lambda path: (len(path), path))))
+
+
+def tree_below(roots: Tensor, grown: Grown) -> DraftTree:
+    tokens, parents, is_real, log_probs, _ = grown
+    return DraftTree(tokens, parents, is_real, log_probs, torch.zeros_like(tokens)).below(roots)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +95,7 @@ def test_every_node_gets_the_token_of_its_rank_below_its_parent(seed: int) -> No
 
     first = torch.stack([odds((0,)), odds((1,))])
     roots, deepest = torch.tensor([7, 8]), torch.tensor([2, 9])
-    tree = template_tree(template, kinds.HEAD, roots, first, extend, deepest, first_token)
+    tree = tree_below(roots, template_tree(template, first, extend, deepest, first_token))
     assert tree.num_nodes == 1 + len(template.paths)
     for row in (0, 1):
         for node, path in enumerate(template.paths, start=1):
@@ -131,16 +135,14 @@ def grow(tables: Tensor, shape: TreeShape, deepest: int) -> DraftTree:
 
     `tables` is [level, token before, token] log-probabilities; the roots are token 0.
     """
-    roots, first = torch.tensor([0]), tables[0, 0][None]
-    return beam_tree(
+    grown = beam_tree(
         shape,
-        kinds.HEAD,
-        roots,
-        first,
+        tables[0, 0][None],
         lambda level: tables[level.depth][level.tokens],
         torch.tensor([deepest]),
         first_token=0,
     )
+    return tree_below(torch.tensor([0]), grown)
 
 
 def slow_growth(tables: Tensor, shape: TreeShape, deepest: int) -> dict[tuple[int, ...], float]:

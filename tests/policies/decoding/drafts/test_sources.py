@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deft_policies.checkpoint.draft_heads import is_medusa, load_medusa, save_medusa
 from deft_policies.decoding.drafts import Chains, DraftSource
-from deft_policies.decoding.drafts.medusa import MedusaDrafts
+from deft_policies.decoding.drafts.heads import MedusaDrafts
 from deft_policies.decoding.drafts.retrieval import (
     Retrieval,
     RetrievalIndex,

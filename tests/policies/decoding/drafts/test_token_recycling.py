@@ -4,7 +4,7 @@ from torch import Tensor
 
 from deft_policies.decoding.batch import Batch
 from deft_policies.decoding.drafts import DraftLimits
-from deft_policies.decoding.drafts.recycling import TokenRecycling
+from deft_policies.decoding.drafts.session import TokenRecycling
 from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.target import Prompts
 from deft_policies.decoding.tree import DraftTree

@@ -1,4 +1,10 @@
-"""EAGLE-2 (Li et al. 2024): a small decoder layer drafts from the target's hidden states."""
+"""Heads that draft from the target's hidden states.
+
+EAGLE-2 (Li et al. 2024) is a small decoder layer; Medusa (Cai et al. 2024) is a head for each
+position ahead.
+"""
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,7 +16,7 @@ from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import MOST_BRANCHES, MOST_LEVELS, KeyMask, RopeOffset
 from deft_policies.decoding.target import Prompts, Target
 from deft_policies.decoding.tree import DraftLimits, DraftTree, Level
-from deft_policies.model.draft_heads import EagleHead
+from deft_policies.model.draft_heads import EagleHead, MedusaHeads
 from deft_policies.model.kv_cache import KVCache
 from deft_policies.model.llama import take_rows
 from deft_policies.model.sizes import TokenRange
@@ -61,16 +67,15 @@ class EagleDrafts(DraftSource):
         """Take in the prompts: the pairs of all their positions but the last."""
         assert hidden is not None
         num_rows, num_positions = prompts.embeds.shape[:2]
-        here = slice(batch.first, batch.first + num_rows)
         reach = num_positions + max(row.limit for row in batch.rows if row is not None)
-        alone = sum(one is not None for one in batch.all_rows) == num_rows
+        alone = len(batch.running) == num_rows
         if not self._cache.is_fixed:
             self._room = max(reach, 0 if alone else self._room)
             self._cache.reserve(batch.capacity, self._room + _MOST_OPEN)
         self._num_patches = prompts.patches.stop - prompts.patches.start
-        torch.sub(prompts.lengths, 1, out=self._cache.length[here])
-        self._prompt[here] = prompts.lengths
-        self._has_grown[here] = 0
+        torch.sub(prompts.lengths, 1, out=self._cache.length[batch.slots])
+        self._prompt[batch.slots] = prompts.lengths
+        self._has_grown[batch.slots] = 0
         embeds, hidden = prompts.embeds[:, 1:], hidden[:, :-1]
         positions = torch.arange(num_positions - 1, device=embeds.device).expand(num_rows, -1)
         window = self._cache.open(
@@ -147,3 +152,33 @@ class EagleDrafts(DraftSource):
 
     def _log_probs(self, hidden: Tensor) -> Tensor:
         return self._target.logits(hidden, self._drafted).log_softmax(dim=-1)
+
+
+class MedusaDrafts(DraftSource):
+    """A tree from parallel heads, whose scores depend on the depth alone."""
+
+    kind = kinds.MEDUSA
+    needs = frozenset({HIDDEN})
+    capturable = True
+
+    def __init__(self, heads: MedusaHeads, target: Target) -> None:
+        self._heads, self._target = heads, target
+
+    def draft(self, batch: Batch, limits: DraftLimits) -> DraftTree:
+        """Branch as EAGLE-2 does."""
+        assert batch.last is not None
+        hidden, num = batch.last.hidden, batch.last.num
+        assert hidden is not None
+        seen = take_rows(hidden, num[:, None])[:, 0]  # it has predicted the root
+        num_heads, shape = self._heads.num_heads, limits.shape
+        # There are no more levels than heads, even where the shape is of full depth.
+        depth = num_heads if shape.is_full_depth else min(num_heads, limits.depth)
+        shape = replace(shape, is_full_depth=False).cut(depth)
+        drafted = self._target.action_tokens
+        ahead = self._target.logits(self._heads(seen)[:, : shape.levels], drafted)
+        ahead = ahead.log_softmax(dim=-1)
+
+        def extend(level: Level) -> Tensor:
+            return ahead[:, level.depth, None].expand(-1, level.tokens.shape[1], -1)
+
+        return self.grow(batch, limits.roots, shape, ahead[:, 0], extend, drafted.first)
