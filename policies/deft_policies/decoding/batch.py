@@ -24,7 +24,7 @@ from deft_policies.decoding.acceptance.rule import (
     ActionSpace,
     space_tensors,
 )
-from deft_policies.decoding.clock import Lap, Stage, sum_ms
+from deft_policies.decoding.clock import Lap, Stage, milliseconds
 from deft_policies.decoding.guard import Choice, Guard
 from deft_policies.decoding.kinds import source_kinds
 from deft_policies.decoding.methods import Method
@@ -241,7 +241,7 @@ class PassRecord:
 
     def ms(self, *stages: Stage) -> float:
         """Time spent in these stages."""
-        return sum_ms(self.laps, stages)
+        return sum(milliseconds(*marks) for stage, *marks in self.laps if stage in stages)
 
     def num_read(self, with_nodes: bool) -> int:
         """How many of a row's numbers the host reads at once: what is committed, and the nodes."""

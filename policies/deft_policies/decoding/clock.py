@@ -1,7 +1,6 @@
 """Where the time of an answer goes, stage by stage."""
 
 import time
-from collections.abc import Container, Iterable
 from enum import Enum
 
 import torch
@@ -58,7 +57,7 @@ class StageClock:
         """The sums by stage."""
         sums = dict.fromkeys((stage.value for stage in Stage), 0.0)
         for stage, *marks in self._laps:
-            sums[stage.value] += _milliseconds(*marks)
+            sums[stage.value] += milliseconds(*marks)
         return StageTimings(total_ms=sum(sums.values()), **sums)
 
     def _mark(self) -> Mark:
@@ -69,12 +68,8 @@ class StageClock:
         return event
 
 
-def sum_ms(laps: Iterable[Lap], stages: Container[Stage]) -> float:
-    """How long those laps took that belong to these stages."""
-    return sum(_milliseconds(start, end) for stage, start, end in laps if stage in stages)
-
-
-def _milliseconds(start: Mark, end: Mark) -> float:
+def milliseconds(start: Mark, end: Mark) -> float:
+    """The time between two marks."""
     if isinstance(start, float) and isinstance(end, float):
         return (end - start) * 1e3
     assert not isinstance(start, float)

@@ -52,10 +52,6 @@ def _check_size(num_paths: int) -> None:
         raise ValueError(f"a tree may have at most {MOST_GUESSES} paths, and this one has more")
 
 
-def _by_level(path: Path) -> tuple[int, Path]:
-    return len(path), path
-
-
 @dataclass(frozen=True)
 class TreeShape:
     """How a tree grows: `levels` steps, `top_k` branches, the `num_guesses` likeliest stay.
@@ -82,7 +78,7 @@ class TreeShape:
     @staticmethod
     def of_paths(paths: tuple[Path, ...]) -> "TreeShape":
         """The same paths in every round, as deep as is of use."""
-        if not paths or paths != tuple(sorted(set(paths), key=_by_level)):
+        if not paths or paths != tuple(sorted(set(paths), key=lambda one: (len(one), one))):
             raise ValueError("a template needs paths, each once, level by level and in order")
         known = {(), *paths}
         orphan = next((path for path in paths if path[:-1] not in known), None)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deft_policies.decoding import kinds
 from deft_policies.decoding.batch import Batch, Pass
-from deft_policies.decoding.drafts.base import HIDDEN, DraftSource, drawing
+from deft_policies.decoding.drafts import HIDDEN, DraftSource, drawing
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import MOST_BRANCHES, MOST_LEVELS, KeyMask, RopeOffset
 from deft_policies.decoding.target import Prompts, Target

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from deft_policies.decoding import kinds
 from deft_policies.decoding.acceptance.numbers import END, SPACE
 from deft_policies.decoding.batch import Batch, Row
-from deft_policies.decoding.drafts.base import MEMORY, DraftSource
+from deft_policies.decoding.drafts import MEMORY, DraftSource
 from deft_policies.decoding.drafts.previous_answer import share_beginnings, tree_of
 from deft_policies.decoding.tree import DraftLimits, DraftTree
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deft_policies.decoding.batch import Batch
-from deft_policies.decoding.drafts.base import DraftSource
+from deft_policies.decoding.drafts import DraftSource
 from deft_policies.decoding.plugins import load_source, naming
 from deft_policies.decoding.target import Prompts, Target
 from deft_policies.decoding.tree import Chains, DraftLimits, DraftTree

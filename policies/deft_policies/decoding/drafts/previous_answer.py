@@ -21,7 +21,7 @@ from torch import Tensor
 
 from deft_policies.decoding import kinds
 from deft_policies.decoding.batch import Batch, Row
-from deft_policies.decoding.drafts.base import MEMORY, PREDICTIONS, DraftSource
+from deft_policies.decoding.drafts import MEMORY, PREDICTIONS, DraftSource
 from deft_policies.decoding.target import Prompts
 from deft_policies.decoding.tree import DraftLimits, DraftTree
 from deft_policies.model.staging import to_device

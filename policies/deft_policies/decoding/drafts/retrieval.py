@@ -12,7 +12,7 @@ from torch.nn import functional
 from deft_policies.checkpoint.tensor_file import require_finite, write_tensors
 from deft_policies.decoding import kinds
 from deft_policies.decoding.batch import Batch
-from deft_policies.decoding.drafts.base import FRAME, DraftSource, remaining_tokens
+from deft_policies.decoding.drafts import FRAME, DraftSource, remaining_tokens
 from deft_policies.decoding.target import Prompts
 from deft_policies.decoding.tree import Chains, DraftLimits
 from deft_policies.errors import CheckpointError

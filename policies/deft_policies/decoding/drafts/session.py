@@ -5,7 +5,7 @@ from torch import Tensor
 
 from deft_policies.decoding import kinds
 from deft_policies.decoding.batch import Batch, Pass
-from deft_policies.decoding.drafts.base import LOGITS, MEMORY, DraftSource, remaining_tokens
+from deft_policies.decoding.drafts import LOGITS, MEMORY, DraftSource, remaining_tokens
 from deft_policies.decoding.target import Prompts, Target
 from deft_policies.decoding.tree import Chains, DraftLimits, DraftTree, Level
 from deft_policies.model.sizes import TokenRange

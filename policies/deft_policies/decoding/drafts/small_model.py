@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from deft_policies.decoding import kinds
 from deft_policies.decoding.batch import Batch, Pass
-from deft_policies.decoding.drafts.base import FRAME, LOGITS, MEMORY, DraftSource, drawing
+from deft_policies.decoding.drafts import FRAME, LOGITS, MEMORY, DraftSource, drawing
 from deft_policies.decoding.drafts.session import NgramLookup
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import MOST_GROWN, TreeShape
@@ -63,7 +63,7 @@ class SmallModelDrafts(DraftSource):
         kept = [
             (part, others)
             for part, others in self._waiting
-            if part is not batch and any(row and not row.is_done for row in part.rows)
+            if part is not batch and not all(row is None or row.is_done for row in part.rows)
         ]
         self._waiting = [*kept, (batch, replace(prompts, keep_hidden=False))]
 
