@@ -513,7 +513,7 @@ def test_the_command_runs_a_study_over_a_policy_given_by_flags(tmp_path, data, c
     assert main(next_command(capsys.readouterr().out)[3:]) == 0
     assert "| scripted, a = 1, K = 5 | " in (out / "page.md").read_text()
     assert "Times are of 1 recorded frames of 1 episodes" in (out / "page.md").read_text()
-    assert len(load_run(out / "frames" / PLAIN).header.weights) == 64
+    assert load_run(out / "frames" / PLAIN).header.server["weights"] == "random:small"
     assert check(out) == []
     assert main(["nothing", "--out", str(out)]) == 1
     assert "'nothing'; known: comparison" in capsys.readouterr().err
