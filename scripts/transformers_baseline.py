@@ -62,15 +62,17 @@ class TransformersPolicy:
         self._ours = policy
         self._model = policy.token_model
         self._loop, self.name = loop, loop.value
-        self._llama = build_llama(self._model.network)
-        self._embedding = PromptEmbedding(self._model.network.decoder.embedding.weight)
+        network = self._model.network
+        assert isinstance(network, OpenVLAModel)
+        self._llama = build_llama(network)
+        self._embedding = PromptEmbedding(network.decoder.embedding.weight)
         self._extra: dict[str, Any] = {}
         if loop is BaselineLoop.STATIC:
             self._extra["cache_implementation"] = "static"
         elif loop is BaselineLoop.LOOKUP:
             self._extra["prompt_lookup_num_tokens"] = _LOOKUP_TOKENS
         elif loop is BaselineLoop.ASSISTED:
-            assistant = build_llama(self._model.network, _ASSISTANT_LAYERS)
+            assistant = build_llama(network, _ASSISTANT_LAYERS)
             assistant.set_input_embeddings(self._embedding)
             self._extra["assistant_model"] = assistant
         self._llama.set_input_embeddings(self._embedding)
@@ -218,9 +220,10 @@ def build_qwen(model: Vla0) -> Any:
     """Load transformers' Qwen2.5-VL from the files of ours, in its number format."""
     with _quiet():
         from transformers import Qwen2_5_VLForConditionalGeneration
-        from transformers.utils.logging import disable_progress_bar
+        from transformers.utils import logging as log
 
-        disable_progress_bar()
+        untyped: Any = log
+        untyped.disable_progress_bar()
         qwen: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(
             str(model.run.base), dtype=model.network.words.weight.dtype
         )
