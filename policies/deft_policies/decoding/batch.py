@@ -5,7 +5,7 @@ aside when it is made and never moves, so that a round can be captured by playin
 the part of it that one target pass leaves behind for the next.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -143,19 +143,20 @@ class Row:
         written = WrittenNumbers(*last, self.spec.space, known)
         return drift_of_steps(written, self.num_executed)
 
-    def read(self, found: Sequence[list[int]], is_finite: bool, in_slot: int) -> None:
+    def read(self, found: Mapping[str, list[int]], is_finite: bool, in_slot: int) -> None:
         """Take in what the host has read of a pass: see `PassRecord.split`.
 
         Raises `MixedAnswersError` if the pass or the slot was another answer's.
         """
-        (num_kept,), (answer,), tokens, target_tokens, self.drafted, self.predictions, *_ = found
+        num_kept, answer = found["num_kept"][0], found["answer"][0]
         if not answer == in_slot == self.number:
             raise MixedAnswersError(
                 f"a pass of answer {answer} was read from slot {self.slot} of answer {in_slot}, "
                 f"where answer {self.number} was expected; nothing of this round is used"
             )
-        self.tokens += tokens[: num_kept + 1]
-        self.target_tokens += target_tokens[: num_kept + 1]
+        self.drafted, self.predictions = found["drafted"], found["predictions"]
+        self.tokens += found["tokens"][: num_kept + 1]
+        self.target_tokens += found["target_tokens"][: num_kept + 1]
         self.count = max(self.count, len(self.tokens))
         self.is_finite = self.is_finite and is_finite
         ended = self.spec.stop is not None and self.tokens[-1:] == [self.spec.stop]
@@ -247,17 +248,20 @@ class PassRecord:
         """How many of a row's numbers the host reads at once: what is committed, and the nodes."""
         return 2 + 2 * self.num_steps + 2 * self.num_nodes * with_nodes
 
-    def split(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The numbers of one row, column by column of `Pass.for_host`; the last may be missing."""
+    def split(self, numbers: Sequence[int]) -> dict[str, list[int]]:
+        """The numbers of one row as `Pass.for_host` lays them; those not read yet are missing."""
         node, step, rest = self.num_nodes, self.num_steps, iter(numbers)
-        sizes = (1, 1, step, step, node, node, node, node, node, step, 1)
-        return [list(islice(rest, size)) for size in sizes]
+        sizes = {"num_kept": 1, "answer": 1, "tokens": step, "target_tokens": step}
+        sizes |= {"drafted": node, "predictions": node, "parents": node, "sources": node}
+        sizes |= {"is_real": node, "path": step, "bonus": 1}
+        return {name: list(islice(rest, size)) for name, size in sizes.items()}
 
     def describe(self, slot: int, name: Name) -> PassTrace:
         """One row's pass, without the nodes that were only padding, and tokens by their `name`."""
-        columns = self.split(self.numbers[slot - self.first].tolist())
-        (num_kept,), _, _, _, tokens, predictions, parents, sources, is_real, path, bonus = columns
-        real = [node for node, is_one in enumerate(is_real) if is_one]
+        found = self.split(self.numbers[slot - self.first].tolist())
+        tokens, predictions, parents = found["drafted"], found["predictions"], found["parents"]
+        sources, path = found["sources"], found["path"][1 : found["num_kept"][0] + 1]
+        real = [node for node, is_one in enumerate(found["is_real"]) if is_one]
         number = {-1: -1, **{node: index for index, node in enumerate(real)}}
         names = (*source_kinds(), "")  # the root's source is -1: the last
         return PassTrace(
@@ -266,8 +270,8 @@ class PassRecord:
             parents=tuple(number[parents[node]] for node in real),
             sources=tuple(names[sources[node]] for node in real),
             predictions=name([predictions[node] for node in real]),
-            path=tuple(number[node] for node in path[1 : num_kept + 1]),
-            bonus=name(bonus)[0],
+            path=tuple(number[node] for node in path),
+            bonus=name(found["bonus"])[0],
             draft_ms=self.ms(Stage.DRAFT),
             pass_ms=self.ms(Stage.PREFILL, Stage.VERIFY),
             judge_ms=self.ms(Stage.JUDGE),
