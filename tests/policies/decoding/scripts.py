@@ -243,8 +243,8 @@ def filled(rows: Sequence[Row], committed: Sequence[Sequence[int]]) -> Batch:
     for slot, tokens in enumerate(committed):
         if tokens:
             number = rows[slot].number
-            kept, read = len(tokens) - 1, list(tokens)
-            found = [[kept], [number], read, read, [], []]
+            found = {"num_kept": [len(tokens) - 1], "answer": [number], "tokens": list(tokens)}
+            found |= {"target_tokens": list(tokens), "drafted": [], "predictions": []}
             rows[slot].read(found, is_finite=True, in_slot=number)
         batch.tokens[slot, : len(tokens)] = torch.tensor(list(tokens), dtype=torch.int64)
         batch.count[slot] = len(tokens)
