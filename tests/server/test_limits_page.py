@@ -7,7 +7,7 @@ from deft_client.wire import fields, images
 from deft_client.wire.fields import WireLimits
 from deft_server.commands import logs, serve
 from deft_server.dashboard import pages
-from deft_server.http import bounded_body, connections, frame_bodies
+from deft_server.http import connections, frame_bodies, gate
 from deft_server.serving import bounds, queue, service
 from deft_server.settings import Settings
 
@@ -17,8 +17,8 @@ MODULES = (
     *(
         bounds,
         connections,
-        bounded_body,
         frame_bodies,
+        gate,
         fields,
         images,
         service,

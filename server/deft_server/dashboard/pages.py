@@ -32,7 +32,7 @@ from deft_client.types import DecodeTrace, Image
 from deft_client.wire.messages import trace_fields
 from deft_server.dashboard.history import PICTURE_SIDE, History, SessionHistory, Thought
 from deft_server.errors import AccessError, ForbiddenError, OverloadedError
-from deft_server.http.bounded_body import SMALL_BODY_BYTES
+from deft_server.http.gate import SMALL_BODY_BYTES
 from deft_server.serving.access import Caller
 from deft_server.serving.events import Event
 from deft_server.serving.service import Service

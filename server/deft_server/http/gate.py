@@ -6,6 +6,7 @@ who have gone away, or whose API key was taken out of the file. Plain ASGI, beca
 way of every frame.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import Mapping
@@ -16,15 +17,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deft_client.errors import WireError
 from deft_server.errors import BodyTooLargeError, BodyTooSlowError, CallerGoneError, MissingKeyError
-from deft_server.http.bounded_body import SMALL_BODY_BYTES, BoundedBody, check_length
 from deft_server.http.problems import describe, problem_response
-from deft_server.http.watches import KeyWatch
+from deft_server.http.watches import Cancellation, KeyWatch
 from deft_server.serving.access import (
     REQUEST_ID_HEADER,
     Caller,
     current_request_id,
     request_id_from,
 )
+from deft_server.serving.bounds import ConnectionBounds
 from deft_server.serving.service import Service
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ ANY_HOST_PATHS = frozenset(("/healthz", "/readyz", METRICS_PATH))  # probes use 
 PAGES_PREFIX = "/dashboard"  # the feed asks for a key itself: browsers cannot send a header
 # Whose bodies may be large.
 FRAME_PATHS = frozenset(("/v1/act", "/act", "/predict_base64", "/predict_base64_stream"))
+SMALL_BODY_BYTES = 2048  # of requests that are not frames: a name, at most, however escaped
 _CALLER = "deft.caller"
 NOBODY = "(none)"  # in place of a key's name, where no key was accepted
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
@@ -202,3 +204,65 @@ async def _refuse_handshake(scope: Scope, response: Response, receive: Receive, 
     }
     await send(start)
     await send({"type": "websocket.http.response.body", "body": response.body})
+
+
+class BoundedBody:
+    """Wraps an ASGI `receive`; raises an error of the server as soon as a bound is passed.
+
+    Close it when the request is answered: until then its bytes count as held.
+    """
+
+    def __init__(
+        self, receive: Receive, bounds: ConnectionBounds, max_bytes: int, address: str
+    ) -> None:
+        self._receive = receive
+        self._address = address
+        self._bounds = bounds
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._cancellation: Cancellation
+        self.is_complete = False
+
+    async def __call__(self) -> Message:
+        """Return the next part of the body, or the news that the caller has gone."""
+        if self.is_complete:
+            return await self._receive()
+        if self._timer is None:
+            self._cancellation = Cancellation()
+            loop = asyncio.get_running_loop()
+            timeout_s = self._bounds.settings.body_timeout_s
+            self._timer = loop.call_later(timeout_s, self._cancellation.cancel)
+        try:
+            message = await self._receive()
+        except asyncio.CancelledError:
+            if self._cancellation.was_ours():
+                raise BodyTooSlowError(
+                    f"the body did not arrive within {self._bounds.settings.body_timeout_s:g} s"
+                ) from None
+            raise
+        self._take(len(message.get("body", b"")))
+        if not message.get("more_body", False):
+            self._timer.cancel()
+            self.is_complete = True
+        return message
+
+    def close(self) -> None:
+        """Stop the clock and let go of the bytes."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._bounds.held.release(self._num_bytes, self._address)
+        self._num_bytes = 0
+
+    def _take(self, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        self._bounds.held.hold(num_bytes, self._address)
+        if self._num_bytes > self._max_bytes:
+            raise BodyTooLargeError(f"over the {self._max_bytes} bytes that are taken here")
+
+
+def check_length(content_length: bytes, most: int) -> None:
+    """Refuse a body by what its header says, which may be digits without number."""
+    digits = content_length.lstrip(b"0")
+    if digits.isdigit() and (len(digits) > len(str(most)) or int(digits) > most):
+        raise BodyTooLargeError(f"{digits[:20].decode()} bytes; at most {most} are taken here")

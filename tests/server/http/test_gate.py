@@ -17,8 +17,8 @@ from deft_client.wire.images import ImageEncoding
 from deft_client.wire.messages import ActMessage
 from deft_policies.constant import ConstantPolicy
 from deft_server.app import DeftApp, create_app
-from deft_server.http.bounded_body import SMALL_BODY_BYTES
 from deft_server.http.frame_bodies import decode_body
+from deft_server.http.gate import SMALL_BODY_BYTES
 from deft_server.serving.bounds import NUM_THREADS
 from tests.server.running import client_of
 from tests.server.serving.test_service import on_a_loop
