@@ -25,7 +25,7 @@ from deft_client.types import (
     StageTimings,
     replace_unchecked,
 )
-from deft_policies.base import OnActions
+from deft_policies.base import ActionLimits, OnActions
 from deft_policies.errors import PolicyError, RequestError
 from deft_server.errors import NotReadyError, ServerError, UnsafeAnswerError
 from deft_server.serving.access import Access, Caller
@@ -35,13 +35,14 @@ from deft_server.serving.hosting import HostedPolicy, LoadPolicy, PolicyThread, 
 from deft_server.serving.lifecycle import Readiness, ServerPhase
 from deft_server.serving.metrics import Metrics
 from deft_server.serving.request import Request
-from deft_server.serving.safety import checked_actions
 from deft_server.serving.scheduler import Scheduler
 from deft_server.serving.sessions import SessionStore, flow_of
-from deft_server.settings import Settings
+from deft_server.settings import ActionRange, Settings
 
 LARGE_FRAME_BYTES = 1024 * 1024  # of its pictures, decoded; what is smaller counts as its message
 _MOST_WARNED = 1024  # callers and inputs that the log names once
+# Actions are computed from the same statistics as the range; only rounding may set them apart.
+ROUNDING = 1e-6
 
 logger = logging.getLogger(__name__)
 
@@ -330,3 +331,38 @@ def _unwanted(options: ActOptions) -> dict[str, object]:
     """Return what leaves out of an answer what only whoever watches asked for."""
     wanted = {"trace": options.want_trace, "reasoning": options.want_reasoning}
     return {name: None for name, is_wanted in wanted.items() if not is_wanted}
+
+
+def checked_actions(
+    actions: NDArray[np.float64],  # [step, action_dim]
+    action_dim: int,
+    limits: ActionLimits | None,
+    beyond: ActionRange,
+) -> NDArray[np.float64]:
+    """Return what robots may execute of a policy's answer, the same array if nothing was clamped.
+
+    Finite, of the right shape, in the range that the policy says; raises `UnsafeAnswerError` for
+    what no robot should do. Limits on the change from one action to the next are the robot's, which
+    alone knows what was executed.
+    """
+    if actions.shape[0] < 1 or actions.shape[1] != action_dim:
+        raise UnsafeAnswerError(
+            f"the policy's answer has shape {list(actions.shape)}, not [steps, {action_dim}]; it "
+            "was withheld"
+        )
+    if not all(map(math.isfinite, actions.ravel().tolist())):  # quicker than numpy for so few
+        raise UnsafeAnswerError("the policy's answer holds NaN or infinity; it was withheld")
+    if limits is None:
+        return actions
+    slack = ROUNDING * (limits.high - limits.low)
+    outside = (actions < limits.low - slack) | (actions > limits.high + slack)
+    if not outside.any():
+        return actions
+    if not limits.may_exceed:
+        step, dimension = np.argwhere(outside)[0]
+        raise UnsafeAnswerError(
+            f"the policy's answer has {actions[step, dimension]:.6g} in dimension {dimension} "
+            f"of step {step}; the statistics allow {limits.low[dimension]:.6g} to "
+            f"{limits.high[dimension]:.6g}; it was withheld"
+        )
+    return actions if beyond == "peer" else np.clip(actions, limits.low, limits.high)

@@ -5,7 +5,7 @@ import pytest
 from numpy.typing import NDArray
 
 from deft_server.errors import UnsafeAnswerError
-from deft_server.serving.safety import checked_actions
+from deft_server.serving.service import checked_actions
 from deft_server.settings import ActionRange
 from tests.standins.policies import LimitedFake
 
