@@ -2,7 +2,7 @@
 
 import pytest
 
-from deft_server.serving.prices import REMEMBERED_FLOWS, STALE_AFTER_S, Prices
+from deft_server.serving.admission import REMEMBERED_FLOWS, STALE_AFTER_S, Prices
 
 
 def test_nothing_is_expected_before_anything_was_measured() -> None:
