@@ -13,8 +13,7 @@ from deft_policies.families.openvla import VlaTarget
 from deft_policies.model.formats import Quantization
 from deft_policies.model.graphs import Reserve, StepRunner
 from deft_policies.model.quantization import quantize_linears
-from deft_policies.model.vision import VisionTransformer
-from deft_policies.model.vla import OpenVLAModel
+from deft_policies.model.vla import OpenVLAModel, VisionTransformer
 from scripts.predict_gpu import (
     BLOCK_LAUNCHES,
     FP8_LAYER_LAUNCHES,
