@@ -16,9 +16,8 @@ from importlib.metadata import EntryPoint
 from deft_policies.decoding import kinds
 from deft_policies.decoding.batch import AnswerSpec, Batch, Row
 from deft_policies.decoding.clock import Stage, StageClock
-from deft_policies.decoding.drafts import DraftSource, heads, session
+from deft_policies.decoding.drafts import DraftSource, PluginSource, heads, session
 from deft_policies.decoding.drafts.numbers import PreviousNumbers
-from deft_policies.decoding.drafts.plugin import PluginSource
 from deft_policies.decoding.drafts.previous_answer import PreviousAnswer
 from deft_policies.decoding.drafts.retrieval import Retrieval, RetrievalIndex
 from deft_policies.decoding.drafts.small_model import SmallModelDrafts
