@@ -9,12 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deft_policies.checkpoint.config import load_config
-from deft_policies.checkpoint.memory import (
+from deft_policies.checkpoint.open import (
     check_memory,
     find_free_bytes,
+    load_model,
+    locate_checkpoint,
     weight_bytes,
 )
-from deft_policies.checkpoint.open import load_model, locate_checkpoint
 from deft_policies.checkpoint.tensor_file import find_tensors
 from deft_policies.errors import CheckpointError, DeviceError
 from deft_policies.model.formats import Quantization
@@ -245,7 +246,7 @@ def test_a_hub_id_offline_is_an_error_of_one_line(
 
 def test_too_little_memory_is_told_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     config, free = load_config(golden.TINY_OPENVLA), 1 << 40
-    monkeypatch.setattr("deft_policies.checkpoint.memory.find_free_bytes", lambda device: free)
+    monkeypatch.setattr("deft_policies.checkpoint.open.find_free_bytes", lambda device: free)
     need = check_memory(tensor_places(config), CPU, torch.float32, Quantization.NONE)
     free = need
     assert check_memory(tensor_places(config), CPU, torch.float32, Quantization.NONE) == need

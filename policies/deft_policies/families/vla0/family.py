@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deft_policies.checkpoint.memory import check_memory
-from deft_policies.checkpoint.open import CheckpointSource
+from deft_policies.checkpoint.open import CheckpointSource, check_memory
 from deft_policies.errors import CheckpointError
 from deft_policies.families.family import Family
 from deft_policies.families.network import choose_runner

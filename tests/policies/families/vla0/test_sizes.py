@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deft_policies.checkpoint.memory import weight_bytes
+from deft_policies.checkpoint.open import weight_bytes
 from deft_policies.families.loading import examine, open_model
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.vla0.network import Vla0Config, Vla0Network, find_places, read_config
