@@ -18,8 +18,9 @@ from torch.nn import functional
 from deft_policies.decoding.sampling import first_maximum
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.model.graphs import Step, StepRunner, Tensors
-from deft_policies.model.kv_cache import STRIP, KVCache
-from deft_policies.model.layout import (
+from deft_policies.model.kv_cache import (
+    STRIP,
+    KVCache,
     is_chain,
     pad_ancestors,
     prefill_layout,
