@@ -6,8 +6,14 @@ from torch import Tensor, nn
 
 from deft_policies.errors import DeviceError
 from deft_policies.model.formats import Quantization
-from deft_policies.model.kernels.fp8 import FP8, LARGEST, Fp8Linear, Fp8Rows
-from deft_policies.model.quantization import check_quantization, quantize_linears
+from deft_policies.model.quantization import (
+    FP8,
+    LARGEST,
+    Fp8Linear,
+    Fp8Rows,
+    check_quantization,
+    quantize_linears,
+)
 from deft_policies.model.vla import OpenVLAModel
 from tests.policies.model.test_fused_passes import answers, fixed_shapes
 from tests.tiny_openvla import CPU, tiny_model

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from deft_policies.model.kernels import programs
-from deft_policies.model.kernels.fp8 import Fp8Rows
+from deft_policies.model.quantization import Fp8Rows
 from deft_policies.model.sizes import LlamaSizes
 
 _SLOTS = 64  # that a program looks at together
