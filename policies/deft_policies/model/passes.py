@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from deft_policies.model.batch_invariant import Rows, can_be_batch_invariant, find_rows
+from deft_policies.model.cpu_products import Rows, can_be_batch_invariant, find_rows, pack
 from deft_policies.model.kv_cache import CacheWindow
 from deft_policies.model.llama import Attention, Layer, LlamaDecoder, RMSNorm, added_mask
-from deft_policies.model.packed import pack
 from deft_policies.model.quantization import Fp8Linear, Fp8Rows
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from deft_policies.model.cpu_products import PackableLinear
 from deft_policies.model.formats import Quantization
 from deft_policies.model.llama import LlamaDecoder
-from deft_policies.model.packed import PackableLinear
 from deft_policies.model.quantization import quantize_linears
 from deft_policies.model.sizes import LAYER_NORM_EPS, OpenVLAConfig, TowerConfig, VlaConfig
 from deft_policies.model.tensor_names import tensor_places

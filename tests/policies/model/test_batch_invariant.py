@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deft_policies.decoding.target import Prompts, Scores, Target
 from deft_policies.decoding.tree import DraftTree
-from deft_policies.model.batch_invariant import Rows, find_rows
+from deft_policies.model.cpu_products import Rows, find_rows
 from deft_policies.model.formats import Quantization
 from deft_policies.model.kv_cache import KVCache
 from deft_policies.model.llama import LlamaDecoder

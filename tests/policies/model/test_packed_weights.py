@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deft_policies.model import packed
-from deft_policies.model.packed import PackableLinear, pack
+from deft_policies.model.cpu_products import PackableLinear, can_pack, can_pack_halves, pack
 from deft_policies.model.passes import Projection
 from tests.tiny_target import fast_target, greedy, one_row, random_prompts, tiny_decoder
 
@@ -80,14 +79,14 @@ def test_without_a_private_operator_torchs_own_product_answers_the_same(
         raise error(name)
 
     monkeypatch.setattr(operators, name, refuse)
-    packed.can_pack.cache_clear()
-    packed.can_pack_halves.cache_clear()
+    can_pack.cache_clear()
+    can_pack_halves.cache_clear()
     try:
-        assert not (packed.can_pack() and packed.can_pack_halves())
+        assert not (can_pack() and can_pack_halves())
         target = fast_target(decoder)
     finally:
-        packed.can_pack.cache_clear()
-        packed.can_pack_halves.cache_clear()
+        can_pack.cache_clear()
+        can_pack_halves.cache_clear()
     for row, answer in enumerate(answers):
         found = target.logits_along(one_row(prompts, row), len(answer))
         assert tuple(int(one.argmax()) for one in found) == answer

@@ -1,0 +1,183 @@
+"""Matrix products on a CPU: faster, and with the same bits for a token alone as among others.
+
+Copies of weights lie in layouts that a CPU multiplies faster than torch's own. The operators are
+private to torch, and not every build has them, so each is tried. Only small matrices are copied:
+the memory of large ones is dear, and laying them out costs them little.
+
+In bfloat16 a product or an attention may be computed by another routine, or sum in another order,
+for one row than for several: then a token that is checked among drafts is not quite the token that
+plain decoding computes, and answers differ. Two rules prevent that:
+
+- Attention sums in float64. Whatever their order, sums then differ by so little that they round to
+  the same bfloat16, but for one number in some ten billion that lies on the edge between two.
+- Products get numbers of rows that this machine computes alike. Which these are depends on the
+  processor, the shapes, the number of threads and the version of torch, so nothing is assumed: the
+  machine is asked when a model is loaded.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+Product = Callable[[Tensor], Tensor]
+
+_LARGE = 2**22  # numbers of a matrix; larger ones are not copied, and tried with fewer rows
+_HALF_STEP = 2.0**-25  # float16 holds what it does not hold exactly to this at least, near zero
+_MULTIPLES = (4, 8, 16, 32)
+_BLOCK = 64
+_AMONG = (4, 8, 12, 16, 24, 32, 52, 64, 84, 116, 160, 320)  # numbers of rows that are compared
+_AMONG_OF_LARGE = (8, 64, 320)  # the same for matrices whose products take long
+_ALONE = (0, 1, 3, 6, 11, 15, 30, 51, 63, 115, 319)  # rows that are also multiplied by themselves
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A packed weight."""
+
+    product: Product  # of [..., in]
+    least_rows: int  # fewer are multiplied as fast without
+
+
+def pack(weight: Tensor, bias: Tensor | None = None, activation: str = "none") -> Packed | None:
+    """Copy a weight [out, in]; None where that is of no use or not possible."""
+    if weight.device.type != "cpu" or weight.numel() > _LARGE:
+        return None
+    if weight.dtype == torch.float32 and can_pack_halves() and _fits_halves(weight):
+        return Packed(_pack_halves(weight), least_rows=1)
+    if weight.dtype in (torch.float32, torch.bfloat16) and can_pack():
+        product = _pack(weight, bias, activation)
+        return Packed(product, least_rows=1 if weight.dtype == torch.bfloat16 else 2)
+    return None
+
+
+class PackableLinear(nn.Linear):
+    """A linear layer, perhaps with GELU behind it, that inference may pack in bfloat16."""
+
+    def __init__(self, num_in: int, num_out: int, has_gelu: bool = False) -> None:
+        super().__init__(num_in, num_out)
+        self.has_gelu = has_gelu
+        self._packed: Packed | None = None
+
+    def pack(self) -> None:
+        """From now on multiply by a copy of the weight."""
+        if self.weight.dtype == torch.bfloat16:
+            activation = "gelu" if self.has_gelu else "none"
+            self._packed = pack(self.weight.detach(), self.bias.detach(), activation)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Multiply [..., in] and add the bias."""
+        if self._packed is not None and inputs.dtype == torch.bfloat16:
+            return self._packed.product(inputs)
+        found = super().forward(inputs)
+        return functional.gelu(found) if self.has_gelu else found
+
+
+def _pack(weight: Tensor, bias: Tensor | None, activation: str) -> Product:
+    """In the layout of oneDNN."""
+    operators = torch.ops.mkldnn
+    packed = operators._reorder_linear_weight(weight)
+
+    def multiply(inputs: Tensor) -> Tensor:
+        found: Tensor = operators._linear_pointwise(inputs, packed, bias, activation, [], "none")
+        return found
+
+    return multiply
+
+
+def _pack_halves(weight: Tensor) -> Product:
+    """In float16, in the layout of FBGEMM, which sums in float32: half the memory to read.
+
+    Every row is computed alone, so it has the same bits among others.
+    """
+    operators = torch.ops.quantized
+    packed = operators.linear_prepack_fp16(weight.contiguous(), None)
+    product = operators.linear_dynamic_fp16._op  # without a look at its arguments in Python
+
+    def multiply(inputs: Tensor) -> Tensor:
+        found: Tensor = product(inputs, packed)
+        return found
+
+    return multiply
+
+
+def _fits_halves(weight: Tensor) -> bool:
+    """Whether float16 holds every number: of a checkpoint in bfloat16 it does, but near zero."""
+    return bool((weight.half().float() - weight).abs().max() <= _HALF_STEP)
+
+
+@lru_cache(maxsize=1)
+def can_pack() -> bool:
+    """Whether this torch multiplies by weights in oneDNN's layout."""
+    return _works(lambda weight: _pack(weight, None, "none"))
+
+
+@lru_cache(maxsize=1)
+def can_pack_halves() -> bool:
+    """Whether this torch multiplies by weights in float16."""
+    return _works(_pack_halves)
+
+
+def _works(packs: Callable[[Tensor], Product]) -> bool:
+    weight = torch.eye(2, device="cpu")
+    try:
+        return torch.equal(packs(weight)(weight), weight)
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How many rows a product gets, so that each has the bits that it has alone."""
+
+    multiple: int = _MULTIPLES[0]
+    in_blocks: bool = False  # every product has exactly so many rows
+    problem: str = ""  # what differs all the same
+
+    def pad(self, rows: Tensor) -> Tensor:
+        """[row, width] with zeros behind it."""
+        missing = -len(rows) % self.multiple
+        return rows if missing == 0 else functional.pad(rows, (0, 0, 0, missing))
+
+    def multiply(self, product: Product, rows: Tensor) -> Tensor:
+        """The product of rows that were padded."""
+        if not self.in_blocks or len(rows) == self.multiple:
+            return product(rows)
+        return torch.cat([product(block) for block in torch.split(rows, self.multiple)])
+
+
+def can_be_batch_invariant(weight: Tensor) -> bool:
+    """Whether passes over weights like this one can be.
+
+    In float32 that would cost plain decoding a third of its speed, and near ties are rare.
+    """
+    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+
+
+def find_rows(products: Sequence[tuple[int, int, Product]]) -> Rows:
+    """The fewest rows that this machine computes alike. `products` come with widths in and out."""
+    differing: list[str] = []
+    for rows in (*map(Rows, _MULTIPLES), Rows(_BLOCK, in_blocks=True)):
+        differing = [
+            f"{num_in} to {num_out}"
+            for num_in, num_out, product in products
+            if not _are_alike(rows, num_in, num_out, product)
+        ]
+        if not differing:
+            return rows
+    return Rows(problem=f"products of {', '.join(differing)} differ with the number of rows")
+
+
+def _are_alike(rows: Rows, num_in: int, num_out: int, product: Product) -> bool:
+    among = _AMONG if num_in * num_out <= _LARGE else _AMONG_OF_LARGE
+    generator = torch.Generator().manual_seed(0)
+    given = torch.randn(among[-1], num_in, generator=generator).bfloat16()
+    alone = {one: rows.multiply(product, rows.pad(given[one : one + 1]))[0] for one in _ALONE}
+    for count in among:
+        found = rows.multiply(product, rows.pad(given[:count]))
+        if not all(found[one].equal(alone[one]) for one in _ALONE if one < count):
+            return False
+    return True
