@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.chunks import ActionQueue, Seam
+from deft_client.actions import ActionQueue, Seam
 from deft_client.libero.evaluation import point_world
 from deft_client.libero.evaluation.episode import (
     BackgroundCalls,

@@ -8,8 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from deft_client.actions import ActionRules
-    from deft_client.chunks import ActionQueue, Seam
+    from deft_client.actions import ActionQueue, ActionRules, Seam
     from deft_client.client import PolicyClient
     from deft_client.control_loop import Arm, ControlLoop, LoopSettings, LoopStatus
     from deft_client.errors import DeftError, ProblemError, TransportError, WireError
@@ -59,8 +58,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "actions": ("ActionRules",),
-    "chunks": ("ActionQueue", "Seam"),
+    "actions": ("ActionQueue", "ActionRules", "Seam"),
     "client": ("PolicyClient",),
     "control_loop": ("Arm", "ControlLoop", "LoopSettings", "LoopStatus"),
     "errors": ("DeftError", "ProblemError", "TransportError", "WireError"),

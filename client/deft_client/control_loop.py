@@ -15,8 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from deft_client.actions import Action, ActionRules
-from deft_client.chunks import ActionQueue, Seam
+from deft_client.actions import Action, ActionQueue, ActionRules, Seam
 from deft_client.errors import (
     AccessDeniedError,
     AnswerTimeoutError,

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deft_client.actions import ActionRules
-from deft_client.chunks import ActionQueue, Seam
+from deft_client.actions import ActionQueue, ActionRules, Seam
 from deft_client.types import ActionChunk
 
 MOTION = ActionRules((True,))

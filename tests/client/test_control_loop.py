@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from deft_client import control_loop
-from deft_client.actions import ActionRules
-from deft_client.chunks import Seam
+from deft_client.actions import ActionRules, Seam
 from deft_client.control_loop import ControlLoop, LoopSettings
 from deft_client.errors import (
     AccessDeniedError,

@@ -10,7 +10,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.chunks import Seam
+from deft_client.actions import Seam
 
 ARM_DIMENSIONS = 7  # position, rotation and gripper: the only layout whose gripper is known
 

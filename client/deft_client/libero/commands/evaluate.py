@@ -9,7 +9,7 @@ from pathlib import Path
 from shlex import quote
 from types import FrameType
 
-from deft_client.chunks import Seam
+from deft_client.actions import Seam
 from deft_client.commands.connection import add_connection_options, connection_settings, reported
 from deft_client.commands.methods import method_text
 from deft_client.commands.program import CommandParser

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.chunks import ActionQueue
+from deft_client.actions import ActionQueue
 from deft_client.errors import NoActionError
 from deft_client.libero.evaluation.runs import Pacing, RunConfig, VideoChoice
 from deft_client.libero.policies.source import EpisodePolicy

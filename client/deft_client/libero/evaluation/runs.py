@@ -11,7 +11,7 @@ from enum import Enum
 from importlib import metadata
 from pathlib import Path
 
-from deft_client.chunks import Seam
+from deft_client.actions import Seam
 from deft_client.libero.errors import SelectionError
 from deft_client.libero.evaluation.selection import (
     LIBERO,

@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.chunks import Seam
+from deft_client.actions import Seam
 from deft_client.errors import NoActionError, Problem
 from deft_client.libero.evaluation.episode import EpisodeLog, EpisodePlayer
 from deft_client.libero.evaluation.runs import RunConfig, VideoChoice

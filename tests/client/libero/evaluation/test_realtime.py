@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from deft_client.chunks import Seam
+from deft_client.actions import Seam
 from deft_client.errors import ServerUnreachableError
 from deft_client.libero.evaluation.episode import BackgroundCalls, Clock, EpisodeLog, EpisodePlayer
 from deft_client.libero.evaluation.runs import Pacing, RunConfig

@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 import pytest
 
-from deft_client.chunks import Seam
+from deft_client.actions import Seam
 from scripts.check_seams import (
     CHUNKS,
     DELAYS_MS,
