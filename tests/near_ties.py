@@ -32,8 +32,8 @@ from deft_policies.decoding.methods import Method, find_method
 from deft_policies.decoding.plan import Plan, TreeShape
 from deft_policies.decoding.sampling import first_maximum
 from deft_policies.decoding.target import Prompts, self_draft_target
-from deft_policies.families.family import TokenModel
 from deft_policies.families.loading import load_policy
+from deft_policies.families.model import TokenModel
 from deft_policies.families.openvla import VlaTarget
 from deft_policies.families.options import ModelOptions
 from deft_policies.memory import SessionMemory

@@ -18,7 +18,7 @@ from deft_client.libero.results.store import WEIGHTS
 from deft_client.measures.table import legend, markdown_table
 from deft_client.types import Observation
 from deft_policies.decoding.clock import StageClock
-from deft_policies.families.family import TokenModel
+from deft_policies.families.model import TokenModel
 from deft_policies.families.policy import VlaPolicy
 from scripts.reproduce.record import FrameSet
 from scripts.reproduce.study import ReproductionError

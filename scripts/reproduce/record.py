@@ -34,7 +34,7 @@ from deft_policies.decoding import kinds
 from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.plan import PLAIN
 from deft_policies.errors import RequestError
-from deft_policies.families.family import TokenModel
+from deft_policies.families.model import TokenModel
 from deft_policies.families.policy import VlaPolicy
 from scripts.reproduce.acceptance import measured_chances
 from scripts.reproduce.study import ReproductionError, Row

@@ -18,7 +18,7 @@ from deft_client.types import ActOptions
 from deft_policies.benchmark.replay import MeasuredAnswer, Replay, ReplayFrame
 from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.sampling import first_maximum, top_gap
-from deft_policies.families.family import TokenModel
+from deft_policies.families.model import TokenModel
 from deft_policies.families.policy import VlaPolicy
 
 # bfloat16 keeps 8 bits of every number. Two logits are told apart when they differ by more than

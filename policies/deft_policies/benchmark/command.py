@@ -27,8 +27,8 @@ from deft_policies.benchmark.tables import Report
 from deft_policies.commands.parse import parse_command, run_command, target_flags
 from deft_policies.decoding.methods import AUTOREGRESSIVE, DEFAULT_METHOD, find_method
 from deft_policies.errors import PolicyError
-from deft_policies.families.family import TokenModel
 from deft_policies.families.loading import load_float32_twin, load_policy
+from deft_policies.families.model import TokenModel
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.formats import Precision
 

@@ -9,7 +9,7 @@ from torch.utils.benchmark import Timer
 
 from deft_client.types import DecodeTrace
 from deft_policies.benchmark.replay import Contender, Replay, ReplayFrame
-from deft_policies.families.family import Model, TokenModel
+from deft_policies.families.model import Model, TokenModel
 from deft_policies.families.oft.model import Oft
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.formats import Quantization

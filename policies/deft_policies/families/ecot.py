@@ -23,8 +23,8 @@ from deft_policies.checkpoint.config import load_training
 from deft_policies.checkpoint.open import CheckpointSource
 from deft_policies.decoding.batch import AnswerSpec
 from deft_policies.errors import CheckpointError, NoActionError
-from deft_policies.families.family import Values
-from deft_policies.families.network import load_network
+from deft_policies.families.family import load_network
+from deft_policies.families.model import Values
 from deft_policies.families.openvla import OpenVLA, OpenVLAFamily, VlaTarget
 from deft_policies.families.options import ModelOptions
 from deft_policies.model.graphs import StepRunner

@@ -24,8 +24,8 @@ from deft_policies.decoding.plugins import broken_plugins
 from deft_policies.decoding.target import Target, self_draft_target
 from deft_policies.errors import CheckpointError, PolicyError
 from deft_policies.families.ecot import EcotFamily
-from deft_policies.families.family import Family, TokenModel
-from deft_policies.families.network import DTYPES, choose_device, choose_precision
+from deft_policies.families.family import DTYPES, Family, choose_device, choose_precision
+from deft_policies.families.model import TokenModel
 from deft_policies.families.oft.family import OftFamily
 from deft_policies.families.openvla import OpenVLA, OpenVLAFamily, VlaTarget
 from deft_policies.families.options import ModelOptions

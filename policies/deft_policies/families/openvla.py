@@ -18,13 +18,14 @@ from deft_policies.decoding.plan import MOST_LEVELS
 from deft_policies.decoding.target import Prompts, Target
 from deft_policies.errors import CheckpointError
 from deft_policies.families.action_tokens import ActionCodec
-from deft_policies.families.family import Encode, Family, Model, TokenModel, Values
-from deft_policies.families.network import (
+from deft_policies.families.family import (
     LONGEST_INSTRUCTION,
+    Family,
     choose_runner,
     load_network,
     named_sizes,
 )
+from deft_policies.families.model import Encode, Model, TokenModel, Values
 from deft_policies.families.oft.files import HEAD, find_file, sign_of_oft
 from deft_policies.families.options import OF_REASONING, ModelOptions
 from deft_policies.model.formats import Quantization

@@ -43,7 +43,7 @@ from deft_policies.errors import (
     RequestError,
     UnknownDecodingError,
 )
-from deft_policies.families.family import Model, OnePassModel, TokenModel, Values
+from deft_policies.families.model import Model, OnePassModel, TokenModel, Values
 from deft_policies.families.options import ModelOptions
 from deft_policies.model.statistics import find_statistics_key
 from deft_policies.self_test import self_test

@@ -17,7 +17,7 @@ from deft_policies.checkpoint.draft_heads import save_medusa
 from deft_policies.decoding.drafts.retrieval import RetrievalIndex, save_index
 from deft_policies.decoding.methods import PRESETS
 from deft_policies.errors import CheckpointError, DeviceError, PolicyError, RequestError
-from deft_policies.families import network
+from deft_policies.families import family
 from deft_policies.families.loading import load_float32_twin, load_policy
 from deft_policies.families.options import ModelOptions, add_flags, read_flags
 from deft_policies.families.policy import VlaPolicy
@@ -74,7 +74,7 @@ def test_wrong_options_are_refused_before_weights_are_loaded(
     def refuse(*_: object) -> None:
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr("deft_policies.families.network.load_model", refuse)
+    monkeypatch.setattr("deft_policies.families.family.load_model", refuse)
     with pytest.raises(PolicyError, match=message):
         load_policy(replace(OPTIONS, **changes))  # type: ignore[arg-type]
 
@@ -277,23 +277,23 @@ def test_small_models_take_one_thread_unless_told_otherwise() -> None:
 
 def test_a_cpu_takes_bfloat16_where_it_is_clearly_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     options = replace(RANDOM, precision=None)
-    monkeypatch.setattr(network, "multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(family, "multiplies_bfloat16", lambda: True)
     for bfloat16_ms, faster in ((2.6, "bfloat16"), (2.8, "float32"), (4.0, "float32")):
         ms = {torch.float32: 3.0, torch.bfloat16: bfloat16_ms}
-        monkeypatch.setattr(network, "_answer_ms", lambda sizes, dtype, *_, ms=ms: ms[dtype])
-        network.find_faster.cache_clear()
+        monkeypatch.setattr(family, "_answer_ms", lambda sizes, dtype, *_, ms=ms: ms[dtype])
+        family.find_faster.cache_clear()
         details = load_policy(options).info.details
         assert details["dtype"] == faster
         assert f"float32 3.0 ms, bfloat16 {bfloat16_ms} ms" in details["dtype chosen"]
-    network.find_faster.cache_clear()
+    family.find_faster.cache_clear()
 
 
 def test_a_format_that_the_policys_files_ask_for_is_not_timed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two replicas of the small policy once timed for themselves, and answered in two formats."""
-    monkeypatch.setattr(network, "multiplies_bfloat16", lambda: True)
-    monkeypatch.setattr(network, "find_faster", lambda *_: pytest.fail("it was timed"))
+    monkeypatch.setattr(family, "multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(family, "find_faster", lambda *_: pytest.fail("it was timed"))
     options = replace(RANDOM, precision=None, usual_precision=Precision.FLOAT32)
     assert load_policy(options).info.details["dtype"] == "float32"
 
@@ -303,13 +303,13 @@ def test_both_formats_are_timed_on_layers_of_the_same_sizes() -> None:
         64, width=16, mlp_width=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8
     )
     for is_plain in (True, False):
-        precision, reason = network.find_faster(sizes, is_plain)
+        precision, reason = family.find_faster(sizes, is_plain)
         assert precision in Precision
         assert reason.startswith("2 of 2 layers took float32 ")
 
 
 def test_info_says_who_asked_for_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(family, "multiplies_bfloat16", lambda: False)
     options = replace(RANDOM, precision=None)
     asked = {
         "as asked for": replace(options, precision=Precision.FLOAT32),

@@ -14,8 +14,8 @@ from deft_policies import tiny_libero as bundle
 from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.commands.act import load_image
 from deft_policies.decoding.clock import StageClock
-from deft_policies.families.family import TokenModel
 from deft_policies.families.loading import load_policy
+from deft_policies.families.model import TokenModel
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.memory import SessionMemory

@@ -13,9 +13,9 @@ from deft_client.image_chain import ImageChain
 from deft_policies.checkpoint.config import EXTREMES, QUANTILES, parse_statistics
 from deft_policies.checkpoint.open import Checkpoint, CheckpointSource, open_source
 from deft_policies.errors import CheckpointError
-from deft_policies.families.family import Family
-from deft_policies.families.network import (
+from deft_policies.families.family import (
     LONGEST_INSTRUCTION,
+    Family,
     choose_runner,
     load_network,
     named_sizes,

@@ -20,7 +20,7 @@ from deft_policies.decoding.batch import AnswerSpec
 from deft_policies.decoding.clock import Stage, StageClock
 from deft_policies.errors import NotFiniteError, RequestError
 from deft_policies.families.action_tokens import RANGE_EPS, ActionCodec, unnormalise
-from deft_policies.families.family import Encode, OnePassModel, Values
+from deft_policies.families.model import Encode, OnePassModel, Values
 from deft_policies.families.oft.modules import RegressionHead, StateProjector
 from deft_policies.families.wrists import add_wrists, find_pictures
 from deft_policies.model.graphs import BUCKET, Reserve, StepRunner, Tensors

@@ -9,8 +9,7 @@ import torch
 
 from deft_policies.checkpoint.open import CheckpointSource, check_memory
 from deft_policies.errors import CheckpointError
-from deft_policies.families.family import Family
-from deft_policies.families.network import choose_runner
+from deft_policies.families.family import Family, choose_runner
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.vla0.model import Vla0
 from deft_policies.families.vla0.network import (

@@ -21,7 +21,7 @@ from deft_policies.decoding.clock import Stage, StageClock
 from deft_policies.decoding.target import Prompts, Target
 from deft_policies.errors import CheckpointError, RequestError
 from deft_policies.families.action_tokens import POSE
-from deft_policies.families.family import Model, TokenModel, Values
+from deft_policies.families.model import Model, TokenModel, Values
 from deft_policies.families.vla0.network import CHARACTERS, Vla0Network
 from deft_policies.families.vla0.numbers import read_numbers_text, read_rows_begun, to_actions
 from deft_policies.families.vla0.pictures import PATCH, make_pictures, to_patches

@@ -1,0 +1,149 @@
+"""The seam between models of all families and everything else.
+
+A model says what it looks at and what its answers are; `families.policy` does the rest, the same
+for all. How files become a model is said in `families.family`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deft_client.image_chain import ImageChain
+from deft_client.types import DecodeTrace, Image, Observation
+from deft_policies.base import ActionLimits
+from deft_policies.decoding.batch import AnswerSpec
+from deft_policies.decoding.clock import StageClock
+from deft_policies.decoding.engine import WIDEST
+from deft_policies.decoding.target import Prompts, Target
+from deft_policies.errors import RequestError
+from deft_policies.model.graphs import StepRunner
+from deft_policies.model.image import ImageProcessor
+from deft_policies.model.statistics import ActionStatistics
+from deft_policies.model.vla import VlaNetwork
+
+Encode = Callable[[str], Sequence[int]]  # an instruction to the ids of the whole prompt
+Values = NDArray[np.int64] | NDArray[np.float32]  # action tokens, or normalised actions
+
+
+class Model(ABC):
+    """A loaded model of some family."""
+
+    family: str
+    longest_prompt: int  # ids that a prompt may have
+    may_exceed = False  # whether its actions may lie beyond the statistics
+
+    def __init__(
+        self,
+        network: VlaNetwork,
+        encode: Encode,
+        images: ImageProcessor | None,
+        statistics: Mapping[str, ActionStatistics],
+        runner: StepRunner,
+    ) -> None:
+        """`statistics` are of actions, by key. `encode` may be called from any thread.
+
+        Without `images` it makes its pictures of frames itself.
+        """
+        self.network = network
+        self.images = images
+        self.statistics = statistics
+        self.runner = runner
+        self.forms = {key: self.form(key) for key in statistics}
+        self.details: dict[str, str] = {}  # for people
+        self.num_steps = 1  # actions per answer
+        self.num_pictures = 1  # the frame, then wrist cameras
+        self.state_dim: int | None = None  # numbers of the robot's state it reads
+        self.encode: Encode = lru_cache(maxsize=256)(encode)  # the instructions of late
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.network.decoder.embedding.weight.device
+
+    @property
+    def image_chains(self) -> tuple[ImageChain, ...]:
+        """What may be done to a frame before it is looked at; what is done here comes first."""
+        if self.images is None:
+            return (ImageChain.NONE,)
+        ours = self.images.chain
+        return ours, *(one for one in ImageChain if one is not ours)
+
+    @abstractmethod
+    def form(self, key: str) -> AnswerSpec:
+        """What an answer under a statistics key is."""
+
+    @abstractmethod
+    def decode(self, key: str, values: Values) -> NDArray[np.float64]:
+        """Actions [step, action_dim] in robot units; raises `NoActionError` where it holds none."""
+
+    def limits(self, key: str) -> ActionLimits:
+        """The range of actions under a statistics key; the last dimension is the gripper."""
+        statistics = self.statistics[key]
+        return ActionLimits(statistics.lowest, statistics.highest, self.may_exceed)
+
+    def pixels(self, fitted: Sequence[Image]) -> Tensor:
+        """Fitted images as the towers read them, [row, ...]."""
+        weight = self.network.decoder.embedding.weight
+        assert self.images is not None
+        return self.images.pixel_values(fitted, weight.device, weight.dtype)
+
+    def check(self, observation: Observation) -> None:
+        """Raise `RequestError` for what it was not made to look at."""
+        num_ids = len(self.encode(observation.instruction))
+        if num_ids > self.longest_prompt:
+            beside = "image" if self.num_pictures == 1 else "pictures"
+            raise RequestError(
+                "instruction",
+                f"the prompt has {num_ids} tokens, at most {self.longest_prompt} fit beside the "
+                f"{beside}; shorten the instruction",
+            )
+
+    def complete(self, observation: Observation) -> Observation:
+        """Add what it reads beside a frame and an instruction, for a frame that is made up."""
+        return observation
+
+    @abstractmethod
+    def capture(self) -> None:
+        """Record what a batch within the runner's reserve can need, decoding apart."""
+
+
+class TokenModel(Model):
+    """A model that answers token by token: what it sees is where decoding starts."""
+
+    target: Target
+    widest = WIDEST  # nodes of a draft tree
+    reasoning_model: "TokenModel | None" = None  # the same weights, asked to think before they act
+    draft: "TokenModel | None" = None  # another checkpoint that drafts
+
+    @abstractmethod
+    def draft_with(self, draft: Model) -> None:
+        """Have another checkpoint draft; raises `CheckpointError` unless it can."""
+
+    def read_text(self, tokens: Sequence[int]) -> tuple[str, tuple[int, ...]] | None:
+        """An answer as text, and how many tokens each of its parts has; None where it has none."""
+        return None
+
+    def decode_begun(self, key: str, values: Values) -> NDArray[np.float64]:
+        """Actions that the beginning of an answer already holds, [step, action_dim]."""
+        return np.empty((0, self.statistics[key].action_dim))
+
+    @abstractmethod
+    def see(self, observations: Sequence[Observation], clock: StageClock) -> Prompts:
+        """What the decoder starts from, timed as preparing and as vision."""
+
+
+class OnePassModel(Model):
+    """A model that answers in one pass, without a decoder."""
+
+    method: str  # what its one way of answering is called
+
+    @abstractmethod
+    def answer(
+        self, observations: Sequence[Observation], keys: Sequence[str], clock: StageClock
+    ) -> list[tuple[Values, DecodeTrace | None]]:
+        """What `decode` takes of each row, and a trace where the answer is tokens."""
