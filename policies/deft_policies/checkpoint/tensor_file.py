@@ -4,8 +4,10 @@ A checkpoint's files are memory-mapped and their tensors come out one at a time,
 never holds it a second time. Knows names and shapes, nothing of what they are for.
 """
 
+import hashlib
 import warnings
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -27,6 +29,9 @@ INDEX_FILE = "model.safetensors.index.json"
 _DOWNLOAD = "download it again"
 SAFETENSORS_SUFFIX = ".safetensors"
 _MOST_NAMES = 8  # in an error
+_WEIGHTS = ("*.safetensors", "*checkpoint*.pt", "pytorch_model*.bin")  # that a digest counts
+_BLOCK_BYTES = 64 * 2**20  # hashed by a thread of its own
+_READ_BYTES = 2**20
 _DTYPES = {
     *("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"),
     *("I64", "I32", "I16", "I8", "U8", "BOOL"),
@@ -214,3 +219,29 @@ def write_tensors(
     permissions = path.stat().st_mode
     save_file(own, path, metadata=metadata)
     path.chmod(permissions)
+
+
+def digest_weights(folders: Iterable[Path]) -> str:
+    """A digest of every byte of the weight files that lie in these folders.
+
+    Equal for equal files, in whatever number format they are served. SHA-256 of the blocks'
+    SHA-256, so that large files are hashed on all cores.
+    """
+    found = {path for folder in folders for kind in _WEIGHTS for path in folder.glob(kind)}
+    files = sorted(found, key=lambda path: (path.name, path))
+    starts = [
+        (path, start) for path in files for start in range(0, path.stat().st_size, _BLOCK_BYTES)
+    ]
+    with ThreadPoolExecutor() as threads:
+        blocks = list(threads.map(_digest_block, *zip(*starts, strict=True)))
+    return hashlib.sha256(b"".join(blocks)).hexdigest()
+
+
+def _digest_block(path: Path, start: int) -> bytes:
+    digest, left = hashlib.sha256(), _BLOCK_BYTES
+    with path.open("rb") as file:
+        file.seek(start)
+        while left and (read := file.read(min(left, _READ_BYTES))):
+            digest.update(read)
+            left -= len(read)
+    return digest.digest()

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from deft_policies.base import Finding, Verdict
-from deft_policies.checkpoint.digest import digest_weights
 from deft_policies.checkpoint.draft_heads import is_medusa, load_head, load_medusa
 from deft_policies.checkpoint.open import (
     CheckpointSource,
@@ -17,6 +16,7 @@ from deft_policies.checkpoint.open import (
     find_free_bytes,
     locate_checkpoint,
 )
+from deft_policies.checkpoint.tensor_file import digest_weights
 from deft_policies.decoding.drafts.retrieval import load_index
 from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.methods import AUTOREGRESSIVE, find_method

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deft_policies.checkpoint.digest import digest_weights
+from deft_policies.checkpoint.tensor_file import digest_weights
 
 MIB = 2**20
 

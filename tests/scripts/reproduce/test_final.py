@@ -8,7 +8,7 @@ import pytest
 
 from deft_client.libero.results.store import load_runs
 from deft_policies import tiny_libero
-from deft_policies.checkpoint.digest import digest_weights
+from deft_policies.checkpoint.tensor_file import digest_weights
 from scripts.reproduce.__main__ import main
 from scripts.reproduce.final import PLAN, Plan, load_plan, note_looks
 from scripts.reproduce.runs import table_of
