@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from deft_client.types import Observation
-from deft_policies.checkpoint.draft_heads import load_head
+from deft_policies.checkpoint.drafts import load_head
 from deft_policies.decoding.acceptance.rule import ActionSpace
 from deft_policies.decoding.batch import AnswerSpec, Row
 from deft_policies.decoding.drafts.retrieval import RetrievalIndex, frame_keys

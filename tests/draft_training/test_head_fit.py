@@ -32,7 +32,7 @@ from deft_draft_training.heads.samples import EpisodeSource
 from deft_draft_training.optimizer import OptimizerConfig, TrainingPrecision
 from deft_draft_training.run_directory import SPLIT_FILE, STATE_FILE, RunDirectory
 from deft_draft_training.trainer import FitConfig
-from deft_policies.checkpoint.draft_heads import HeadLayout
+from deft_policies.checkpoint.drafts import HeadLayout
 from deft_policies.decoding import kinds
 from deft_policies.decoding.engine import DraftModels
 from deft_policies.model.formats import Precision

@@ -20,7 +20,7 @@ from deft_draft_training.run_directory import (
     read_config,
     read_state,
 )
-from deft_policies.checkpoint.draft_heads import (
+from deft_policies.checkpoint.drafts import (
     HeadLayout,
     is_medusa,
     load_head,

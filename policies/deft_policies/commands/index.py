@@ -16,10 +16,11 @@ from deft_client.commands.program import CommandParser
 from deft_client.datasets.episodes import StoredStep
 from deft_client.datasets.flags import add_camera_flag, read_cameras
 from deft_client.datasets.formats import read_dataset
+from deft_policies.checkpoint.drafts import save_index
 from deft_policies.commands.parse import parse_command, run_command, target_flags
 from deft_policies.decoding.batch import Row
 from deft_policies.decoding.clock import StageClock
-from deft_policies.decoding.drafts.retrieval import build_index, frame_keys, save_index
+from deft_policies.decoding.drafts.retrieval import build_index, frame_keys
 from deft_policies.decoding.methods import AUTOREGRESSIVE, find_method
 from deft_policies.decoding.target import Prompts
 from deft_policies.errors import PolicyError

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from deft_policies.base import Finding, Verdict
-from deft_policies.checkpoint.draft_heads import is_medusa, load_head, load_medusa
+from deft_policies.checkpoint.drafts import is_medusa, load_head, load_index, load_medusa
 from deft_policies.checkpoint.open import (
     CheckpointSource,
     check_memory,
@@ -17,7 +17,6 @@ from deft_policies.checkpoint.open import (
     locate_checkpoint,
 )
 from deft_policies.checkpoint.tensor_file import digest_weights
-from deft_policies.decoding.drafts.retrieval import load_index
 from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.methods import AUTOREGRESSIVE, find_method
 from deft_policies.decoding.plugins import broken_plugins

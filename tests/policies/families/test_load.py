@@ -12,9 +12,9 @@ from deft_client.image_chain import ImageChain
 from deft_client.types import ActOptions, Observation
 from deft_policies.base import ActRequest
 from deft_policies.benchmark.roofline import WeightBytes
-from deft_policies.checkpoint.draft_heads import save_medusa
+from deft_policies.checkpoint.drafts import save_index, save_medusa
 from deft_policies.checkpoint.tensor_file import digest_weights
-from deft_policies.decoding.drafts.retrieval import RetrievalIndex, save_index
+from deft_policies.decoding.drafts.retrieval import RetrievalIndex
 from deft_policies.decoding.methods import PRESETS
 from deft_policies.errors import CheckpointError, DeviceError, PolicyError, RequestError
 from deft_policies.families import family

@@ -2,22 +2,17 @@
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import functional
 
-from deft_policies.checkpoint.tensor_file import require_finite, write_tensors
 from deft_policies.decoding import kinds
 from deft_policies.decoding.batch import Batch
 from deft_policies.decoding.drafts import FRAME, DraftSource, remaining_tokens
 from deft_policies.decoding.target import Prompts
 from deft_policies.decoding.tree import Chains, DraftLimits
 from deft_policies.errors import CheckpointError
-
-FORMAT = "deft-retrieval-1"
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,36 +83,6 @@ def build_index(entries: Iterable[tuple[Tensor, Tensor]], fingerprint: str) -> R
     if not keys:
         raise ValueError("no frames were given, so there is nothing to index")
     return RetrievalIndex(torch.cat(keys), torch.cat(actions), fingerprint)
-
-
-def save_index(index: RetrievalIndex, path: Path) -> None:
-    """Write one safetensors file, whole or not at all."""
-    tensors = {"keys": index.keys.half(), "actions": index.actions.int()}
-    partial = path.with_name(path.name + ".partial")
-    write_tensors(tensors, partial, metadata={"format": FORMAT, "fingerprint": index.fingerprint})
-    partial.replace(path)
-
-
-def load_index(path: Path, fingerprint: str, device: torch.device) -> RetrievalIndex:
-    """Read an index that was made with the target of this fingerprint."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            names = set(file.keys())
-            if metadata.get("format") != FORMAT or not {"keys", "actions"} <= names:
-                raise CheckpointError(f"{path} is not a retrieval index of format {FORMAT!r}")
-            keys, actions = file.get_tensor("keys"), file.get_tensor("actions")
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read as a retrieval index: {error}") from error
-    require_finite("keys", keys, path)
-    if metadata.get("fingerprint") != fingerprint:
-        raise CheckpointError(
-            f"{path} was built with model {metadata.get('fingerprint')!r}, but this one is "
-            f"{fingerprint!r}: its features mean something else here; build the index again"
-        )
-    # Half-precision products are slow on a CPU; there the index is held in float32.
-    wide = keys.to(device, torch.float16 if device.type == "cuda" else torch.float32)
-    return RetrievalIndex(wide, actions.to(device, torch.int64), fingerprint)
 
 
 class Retrieval(DraftSource):

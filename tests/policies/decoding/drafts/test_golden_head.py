@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deft_client.types import DecodeTrace
-from deft_policies.checkpoint.draft_heads import load_head
+from deft_policies.checkpoint.drafts import load_head
 from deft_policies.decoding import kinds
 from deft_policies.decoding.acceptance.distance import WithinBins, WithinIds
 from deft_policies.decoding.batch import Batch

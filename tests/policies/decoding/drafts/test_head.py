@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deft_policies.checkpoint.draft_heads import HeadLayout, load_head, named_weights, save_head
+from deft_policies.checkpoint.drafts import HeadLayout, load_head, named_weights, save_head
 from deft_policies.decoding.drafts.heads import EagleDrafts
 from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.plan import KeyMask, RopeOffset, TreeShape

@@ -7,7 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from deft_policies.checkpoint.draft_heads import is_medusa, load_medusa, save_medusa
+from deft_policies.checkpoint.drafts import (
+    is_medusa,
+    load_index,
+    load_medusa,
+    save_index,
+    save_medusa,
+)
 from deft_policies.decoding.drafts import Chains, DraftSource
 from deft_policies.decoding.drafts.heads import MedusaDrafts
 from deft_policies.decoding.drafts.retrieval import (
@@ -15,8 +21,6 @@ from deft_policies.decoding.drafts.retrieval import (
     RetrievalIndex,
     build_index,
     frame_keys,
-    load_index,
-    save_index,
 )
 from deft_policies.decoding.drafts.session import (
     Extrapolation,
