@@ -8,8 +8,12 @@ and once at once. Then an episode of each kind is filmed, with plain decoding an
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
+from statistics import fmean
+
+import numpy as np
 
 from deft_client import ActOptions, PolicyClient, ServerInfo
 from deft_client.libero.commands import evaluate as evaluate_command
@@ -20,7 +24,7 @@ from deft_client.libero.evaluation.selection import (
     parse_numbers,
     trained_tasks,
 )
-from deft_client.libero.policies.source import PolicySource, build_policy
+from deft_client.libero.policies.source import EpisodePolicy, PolicySource, build_policy
 from deft_client.libero.results.store import load_runs
 from deft_client.libero.simulator.environment import (
     Environment,
@@ -28,9 +32,11 @@ from deft_client.libero.simulator.environment import (
     open_environment,
 )
 from deft_client.libero.simulator.suites import find_suite
+from deft_client.measures.speed import speed_up
 from deft_client.measures.statistics import LEAST_EPISODES
+from deft_client.measures.table import markdown_table
 from deft_client.reasoning import ACTION, parse_reasoning
-from scripts.interleaved import Answers, InterleavedPolicy, describe
+from deft_client.types import ActionChunk, Observation
 from scripts.local_server import ServerDidNotStartError, local_server
 
 FOLDER = Path("results/demo")
@@ -40,6 +46,8 @@ SUITE, TRIAL = "libero_object", 40  # trials from 40 were never trained on
 STEPS, THINKING_STEPS = 40, 12  # of an episode while methods are compared
 FILMED_STEPS = 200  # at most: an episode that succeeds has fewer
 MOST_LOAD = 1.2  # a core, the demonstration itself included: with more, others were at work
+
+Answers = Mapping[str, Sequence[ActionChunk]]  # of one episode, by method; each with a trace
 
 
 def main() -> int:
@@ -127,6 +135,80 @@ def ask(
     player.play(TRIAL, f"demo-{aloud}-{environment.task.number}")
     policy.close()
     return policy.answers
+
+
+class InterleavedPolicy:
+    """Asks every method about every frame; the first one's actions are the answer.
+
+    In turn, so that what else the machine does hits all alike. Who is asked first changes from
+    frame to frame, because the first may find colder caches.
+    """
+
+    def __init__(self, methods: Mapping[str, EpisodePolicy]) -> None:
+        self._methods = dict(methods)
+        self.answers: dict[str, list[ActionChunk]] = {name: [] for name in methods}
+
+    def start(self, session_id: str) -> None:
+        """Begin an episode: every method in a session of its own."""
+        for name, policy in self._methods.items():
+            policy.start(f"{session_id}-{name}")
+
+    def act(self, observation: Observation) -> ActionChunk:
+        """Ask all, answer with the first one's actions."""
+        names = list(self._methods)
+        turn = len(self.answers[names[0]]) % len(names)
+        for name in names[turn:] + names[:turn]:
+            self.answers[name].append(self._methods[name].act(observation))
+        return self.answers[names[0]][-1]
+
+    def close(self) -> None:
+        """Free all connections."""
+        for policy in self._methods.values():
+            policy.close()
+
+
+def describe(episodes: Sequence[Answers], doubts: Sequence[str] = ()) -> str:
+    """A table of the methods, and how much faster each is than the first one.
+
+    `doubts` say why times of this machine tell nothing; then there are none.
+    """
+    plain, *others = episodes[0]
+    rows = [
+        [
+            name,
+            "–" if doubts else f"{fmean(_round_trips(episodes, name)):.1f}",
+            f"{fmean(chunk.trace.num_passes for chunk in _all(episodes, name) if chunk.trace):.2f}",
+            _identical(_all(episodes, name), _all(episodes, plain)),
+        ]
+        for name in (plain, *others)
+    ]
+    columns = ["method", "ms an answer", "passes", f"as {plain}"]
+    lines = [markdown_table(columns, rows, aligned=True)]
+    baseline = [_round_trips([one], plain) for one in episodes]
+    for name in others:
+        own = [_round_trips([one], name) for one in episodes]
+        lines.append(f"{speed_up(baseline, own, doubts).sentence(name, plain)}\n")
+    return "".join(lines)
+
+
+def _all(episodes: Sequence[Answers], name: str) -> list[ActionChunk]:
+    return list(chain.from_iterable(one[name] for one in episodes))
+
+
+def _round_trips(episodes: Sequence[Answers], name: str) -> list[float]:
+    return [chunk.timings.round_trip_ms for chunk in _all(episodes, name)]
+
+
+def _identical(chunks: Sequence[ActionChunk], plain: Sequence[ActionChunk]) -> str:
+    pairs = list(zip(chunks, plain, strict=True))
+    same = [
+        np.array_equal(own.actions, other.actions) and own.reasoning == other.reasoning
+        for own, other in pairs
+    ]
+    if all(same):
+        return "all answers"
+    most = max(float(np.abs(own.actions - other.actions).max()) for own, other in pairs)
+    return f"{100 * fmean(same):.0f}% of the answers, actions of others by at most {most:.3f}"
 
 
 def film(url: str, task: int, *flags: str) -> int:

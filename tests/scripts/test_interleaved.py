@@ -7,7 +7,7 @@ import numpy as np
 from deft_client.libero.evaluation.episode import EpisodePlayer
 from deft_client.libero.evaluation.runs import RunConfig
 from deft_client.types import ActionChunk, DecodeTrace, PassTrace, StageTimings
-from scripts.interleaved import InterleavedPolicy, describe
+from scripts.demo import InterleavedPolicy, describe
 from tests.standins.environments import CountingEnvironment, EchoPolicy
 
 
