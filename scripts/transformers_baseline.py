@@ -24,7 +24,6 @@ from deft_policies.errors import NoActionError, RequestError
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.families.vla0.model import Vla0
 from deft_policies.families.vla0.pictures import PATCH, make_pictures, to_patches
-from deft_policies.families.wrists import find_pictures
 from deft_policies.model.vla import OpenVLAModel
 
 if TYPE_CHECKING:
@@ -178,7 +177,7 @@ class QwenPolicy(TransformersPolicy):
 
     def _write(self, observation: Observation, form: AnswerSpec, clock: StageClock) -> list[int]:
         model, qwen = self._vla0, self._qwen
-        pictures = make_pictures(find_pictures(observation, model.num_pictures), model.run)
+        pictures = make_pictures(model.pictures(observation), model.run)
         ids = torch.tensor([model.encode(observation.instruction)], device=model.device)
         clock.lap(Stage.PREPARE)
         processors = [] if self._way is QwenLoop.PLAIN else [self._constrained]

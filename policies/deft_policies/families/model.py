@@ -6,6 +6,7 @@ for all. How files become a model is said in `families.family`.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -28,6 +29,7 @@ from deft_policies.model.vla import VlaNetwork
 
 Encode = Callable[[str], Sequence[int]]  # an instruction to the ids of the whole prompt
 Values = NDArray[np.int64] | NDArray[np.float32]  # action tokens, or normalised actions
+WRIST = "wrist"  # in the name of a camera that a model may look through
 
 
 class Model(ABC):
@@ -94,6 +96,7 @@ class Model(ABC):
 
     def check(self, observation: Observation) -> None:
         """Raise `RequestError` for what it was not made to look at."""
+        self.pictures(observation)
         num_ids = len(self.encode(observation.instruction))
         if num_ids > self.longest_prompt:
             beside = "image" if self.num_pictures == 1 else "pictures"
@@ -103,9 +106,24 @@ class Model(ABC):
                 f"{beside}; shorten the instruction",
             )
 
+    def pictures(self, observation: Observation) -> list[Image]:
+        """The frame and the wrist cameras, as many as it looks at."""
+        num_wrists = self.num_pictures - 1
+        if num_wrists == 0:
+            return [observation.image]
+        names = [name for name in observation.cameras if WRIST in name]
+        if len(names) != num_wrists:
+            raise RequestError(
+                "cameras",
+                f"the model looks at the frame and {num_wrists} further picture(s) whose names "
+                f"contain {WRIST!r}; got {list(observation.cameras)}",
+            )
+        return [observation.image, *(observation.cameras[name] for name in names)]
+
     def complete(self, observation: Observation) -> Observation:
         """Add what it reads beside a frame and an instruction, for a frame that is made up."""
-        return observation
+        names = [f"{WRIST}_{index}" for index in range(self.num_pictures - 1)]
+        return replace(observation, cameras=dict.fromkeys(names, observation.image))
 
     @abstractmethod
     def capture(self) -> None:

@@ -22,7 +22,6 @@ from deft_policies.errors import NotFiniteError, RequestError
 from deft_policies.families.action_tokens import RANGE_EPS, ActionCodec, unnormalise
 from deft_policies.families.model import Encode, OnePassModel, Values
 from deft_policies.families.oft.modules import RegressionHead, StateProjector
-from deft_policies.families.wrists import add_wrists, find_pictures
 from deft_policies.model.graphs import BUCKET, Reserve, StepRunner, Tensors
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.passes import LlamaPasses, PassInput
@@ -130,29 +129,24 @@ class Oft(OnePassModel):
 
     def check(self, observation: Observation) -> None:
         """Refuse missing cameras and states, and instructions without end."""
-        find_pictures(observation, self.num_pictures)
+        super().check(observation)
         found, wanted = observation.state, self.state_dim
         if wanted is not None and (found is None or len(found) != wanted):
             got = "none" if found is None else f"{len(found)} numbers"
             raise RequestError(
                 "state", f"the model reads the robot's raw state, {wanted} numbers; got {got}"
             )
-        super().check(observation)
 
     def complete(self, observation: Observation) -> Observation:
         """Add the frame again for every wrist, and a state of zeros."""
         state = None if self.state_dim is None else np.zeros(self.state_dim, np.float32)
-        return replace(add_wrists(observation, self.num_pictures), state=state)
+        return replace(super().complete(observation), state=state)
 
     def answer(
         self, observations: Sequence[Observation], keys: Sequence[str], clock: StageClock
     ) -> list[tuple[Values, DecodeTrace | None]]:
         """Normalised actions of a head, or tokens and their trace, [step, action_dim] each."""
-        fitted = [
-            self.images.fit(one)
-            for seen in observations
-            for one in find_pictures(seen, self.num_pictures)
-        ]
+        fitted = [self.images.fit(one) for seen in observations for one in self.pictures(seen)]
         states = self._read_states(observations, keys)
         texts = [self.encode(one.instruction) for one in observations]
         clock.lap(Stage.PREPARE)

@@ -32,7 +32,6 @@ from deft_policies.families.vla0.prompt import (
     prompt_text,
 )
 from deft_policies.families.vla0.run_folder import RunFolder
-from deft_policies.families.wrists import add_wrists, find_pictures
 from deft_policies.model.graphs import StepRunner
 from deft_policies.model.llama import PlacedRotaryTable
 from deft_policies.model.sizes import TokenRange
@@ -108,22 +107,13 @@ class Vla0(TokenModel):
         """The numbers; they have no parts."""
         return _text([self._compact[one] for one in tokens]), ()
 
-    def check(self, observation: Observation) -> None:
-        """Refuse missing cameras, and instructions without end."""
-        find_pictures(observation, self.num_pictures)
-        super().check(observation)
-
-    def complete(self, observation: Observation) -> Observation:
-        """Add the frame again for every wrist."""
-        return add_wrists(observation, self.num_pictures)
-
     def see(self, observations: Sequence[Observation], clock: StageClock) -> Prompts:
         """Pictures and prompts, embedded. Shorter prompts are padded on the right."""
         patches = torch.stack(
             [
                 to_patches(picture)
                 for one in observations
-                for picture in make_pictures(find_pictures(one, self.num_pictures), self.run)
+                for picture in make_pictures(self.pictures(one), self.run)
             ]
         )
         texts = [self.encode(one.instruction) for one in observations]
