@@ -23,7 +23,7 @@ from deft_policies.decoding.clock import Stage, StageClock
 from deft_policies.errors import NoActionError, RequestError
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.families.vla0.model import Vla0
-from deft_policies.families.vla0.pictures import PATCH, make_pictures, to_patches
+from deft_policies.families.vla0.pictures import make_pictures, to_patches
 from deft_policies.model.vla import OpenVLAModel
 
 if TYPE_CHECKING:
@@ -186,9 +186,7 @@ class QwenPolicy(TransformersPolicy):
             attention_mask=torch.ones_like(ids),
             mm_token_type_ids=(ids == qwen.config.image_token_id).long(),
             pixel_values=torch.cat([to_patches(one) for one in pictures]).to(model.device),
-            image_grid_thw=torch.tensor(
-                [[1, one.shape[0] // PATCH, one.shape[1] // PATCH] for one in pictures]
-            ),
+            image_grid_thw=torch.tensor([[1, *model.run.grid]] * len(pictures)),
             max_new_tokens=form.max_tokens,
             do_sample=False,
             prompt_lookup_num_tokens=_LOOKUP_TOKENS if self._way is QwenLoop.LOOKUP else None,
@@ -224,7 +222,7 @@ def build_qwen(model: Vla0) -> Any:
         untyped: Any = log
         untyped.disable_progress_bar()
         qwen: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(
-            str(model.run.base), dtype=model.network.words.weight.dtype
+            str(model.run.base), dtype=model.network.embed_tokens.weight.dtype
         )
     return qwen.to(model.device).eval()
 

@@ -14,9 +14,9 @@ from deft_client.files import creating
 from deft_policies.checkpoint.config import CONFIG_FILE, PREPROCESSOR_FILE
 from deft_policies.checkpoint.tensor_file import MODEL_FILE, write_tensors
 from deft_policies.families.vla0.network import Vla0Config
-from deft_policies.families.vla0.pictures import FRAMES, MERGE, PATCH
 from deft_policies.families.vla0.prompt import END, IMAGE_PAD
 from deft_policies.families.vla0.run_folder import MODEL_FOLDER, RUN_FILE, RunFolder
+from deft_policies.model.qwen_vision import FRAMES, MERGE, PATCH
 from scripts.tiny_libero.number_tokenizer import PAD_PIECE, write_number_tokenizer
 
 Json = dict[str, object]
@@ -100,7 +100,7 @@ def _describe_model(config: Vla0Config, tokenizer: Tokenizer, dtype: str) -> Jso
             "num_key_value_heads": llm.num_kv_heads,
             "rms_norm_eps": llm.norm_eps,
             "rope_parameters": {
-                "mrope_section": list(config.sections),
+                "mrope_section": list(config.mrope_section),
                 "rope_theta": llm.rope_theta,
                 "rope_type": "default",
             },
@@ -121,9 +121,9 @@ def _describe_model(config: Vla0Config, tokenizer: Tokenizer, dtype: str) -> Jso
             "model_type": "qwen2_5_vl_vision",
             "num_heads": vision.num_heads,
             "out_hidden_size": vision.out_width,
-            "patch_size": vision.patch,
-            "spatial_merge_size": vision.merge,
-            "temporal_patch_size": vision.frames,
+            "patch_size": PATCH,
+            "spatial_merge_size": MERGE,
+            "temporal_patch_size": FRAMES,
             "window_size": vision.window,
         },
         "vision_end_token_id": tokenizer.token_to_id("<|vision_end|>"),

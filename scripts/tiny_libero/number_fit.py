@@ -13,13 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 from deft_client.datasets.demonstrations import decode_frame
 from deft_policies.decoding.acceptance.numbers import END, SPACE
 from deft_policies.families.vla0.network import find_ids
-from deft_policies.families.vla0.pictures import PATCH, make_pictures, to_patches
-from deft_policies.families.vla0.prompt import (
-    IMAGE_PAD,
-    encode_prompt,
-    prompt_positions,
-    prompt_text,
-)
+from deft_policies.families.vla0.pictures import make_pictures, to_patches
+from deft_policies.families.vla0.prompt import IMAGE_PAD, encode_prompt, mrope_positions
 from deft_policies.families.vla0.run_folder import RunFolder
 from scripts.tiny_libero.data import CloneBatch, PolicySamples
 from scripts.tiny_libero.fit import CloneConfig, CloneTrainer, comes_at, position_loss
@@ -63,8 +58,6 @@ class NumberBatches:
         self, samples: PolicySamples, tokenizer: Tokenizer, run: RunFolder, config: NumberFitConfig
     ) -> None:
         self._samples, self._tokenizer, self._run, self._config = samples, tokenizer, run, config
-        side = run.size // PATCH
-        self.grid = (side, side)
         self._ids = np.array(find_ids(tokenizer, run.model))
         self._hidden = token_id(tokenizer, HIDDEN)
         self._near = spelling_table(config.loss.sigma).numpy()
@@ -72,7 +65,7 @@ class NumberBatches:
 
     def prompt(self, instruction: str) -> list[int]:
         """Ids of a whole prompt."""
-        return encode_prompt(self._tokenizer, prompt_text(self._run, instruction, 1), [self.grid])
+        return encode_prompt(self._tokenizer, self._run, instruction)
 
     def take(
         self, chosen: NDArray[np.int64], generator: np.random.Generator, is_whole: bool
@@ -145,7 +138,7 @@ class NumberTrainer(CloneTrainer[NumberNet, NumberBatch]):
         prompt, pad = self._batches.prompt(""), token_id(tokenizer, IMAGE_PAD)
         first = prompt.index(pad)
         slots = slice(first, first + prompt.count(pad))
-        places = prompt_positions(prompt, pad, [self._batches.grid])
+        places = mrope_positions(prompt, pad, run.grid)
         net = NumberNet(sizes, places, slots, samples.positions.shape[1])
         initialise(net, config.seed)
         super().__init__(config, net, samples, device)
@@ -165,7 +158,7 @@ class NumberTrainer(CloneTrainer[NumberNet, NumberBatch]):
         return torch.stack([to_patches(one) for one in pictures]).to(self.device)
 
     def _losses(self, pixels: Tensor, batch: NumberBatch, is_long: bool) -> dict[str, Tensor]:
-        net, grid, steps = self.net, self._batches.grid, batch.targets.shape[1]
+        net, grid, steps = self.net, self._run.grid, batch.targets.shape[1]
         hidden = net(pixels, grid, batch.ids, batch.prompt_lengths, steps)
         logits: Tensor = net.decoder.head(hidden)
         scores = logits.float().log_softmax(dim=-1)[..., self._answered]

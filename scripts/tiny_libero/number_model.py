@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from deft_policies.families.vla0.network import Vla0Config, find_places
-from deft_policies.families.vla0.pictures import FRAMES, MERGE, PATCH
-from deft_policies.model.llama import LlamaDecoder, PlacedRotaryTable
+from deft_policies.model.llama import LlamaDecoder, MRopeTable
 from deft_policies.model.qwen_vision import QwenVision, QwenVisionSizes
 from deft_policies.model.sizes import LlamaSizes
 from scripts.tiny_libero.model import position_head
@@ -59,14 +58,11 @@ def build_number_config(
             num_blocks=sizes.vision_blocks,
             num_heads=sizes.vision_heads,
             out_width=sizes.width,
-            patch=PATCH,
-            merge=MERGE,
-            frames=FRAMES,
             window=112,
             full_blocks=frozenset(range(1, sizes.vision_blocks, 2)),
         ),
         num_words=num_words,
-        sections=(_BY_TIME, _BY_ROW, head_dim // 2 - _BY_TIME - _BY_ROW),
+        mrope_section=(_BY_TIME, _BY_ROW, head_dim // 2 - _BY_TIME - _BY_ROW),
         is_tied=True,
         ids=ids,
         statistics={},
@@ -83,7 +79,7 @@ class NumberNet(nn.Module):
         self.vision = QwenVision(config.vision)
         self.decoder = LlamaDecoder(config.llm)
         self.decoder.head.weight = self.decoder.embedding.weight
-        self.decoder.rotary = PlacedRotaryTable(config.llm, places, config.sections)
+        self.decoder.rotary = MRopeTable(config.llm, places, config.mrope_section)
         self.position_head = position_head(config.llm.width, num_values)
 
     def forward(
@@ -103,9 +99,9 @@ class NumberNet(nn.Module):
     def named_tensors(self) -> Mapping[str, Tensor]:
         """Every weight that is kept under its published name."""
         parameters: dict[str, Tensor] = dict(self.named_parameters())
-        parameters["words.weight"] = self.decoder.embedding.weight
+        parameters["embed_tokens.weight"] = self.decoder.embedding.weight
         return {
-            place.name: parameters[place.parameter][place.rows].reshape(place.shape)
-            for place in find_places(self.config, has_new_names=True)
+            place.name: parameters[place.parameter][place.rows]
+            for place in find_places(self.config)
             if place.parameter is not None
         }

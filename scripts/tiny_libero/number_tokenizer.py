@@ -38,7 +38,7 @@ def build_number_tokenizer(texts: Iterable[str], run: RunFolder) -> Tokenizer:
     tokenizer.pre_tokenizer = split
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(one, normalized=False) for one in _SPECIAL])
-    begin, rest = prompt_text(run, "", 1).split(_VISION[0])
+    begin, rest = prompt_text(run, "").split(_VISION[0])
     fixed = (begin, rest.split(_VISION[1])[1])
     tokenizer.add_tokens([AddedToken(one, normalized=False) for one in fixed])
     return tokenizer

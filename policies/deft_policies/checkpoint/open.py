@@ -42,7 +42,7 @@ from deft_policies.model.prompt import PromptEncoder
 from deft_policies.model.quantization import check_quantization
 from deft_policies.model.sizes import OpenVLAConfig
 from deft_policies.model.tensor_names import TensorPlace, tensor_places
-from deft_policies.model.vla import OpenVLAModel, allocate
+from deft_policies.model.vla import OpenVLAModel, VlaNetwork, allocate
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ("*.json", "*.safetensors", "*.pt", "tokenizer.model")
@@ -162,14 +162,6 @@ class Checkpoint:
     stored: Mapping[str, StoredTensor]
     merge: Callable[[str, Tensor], Tensor] | None = None
 
-    def weight(self, name: str, device: torch.device) -> Tensor:
-        """Read one tensor by its published name, with the adapter's change if there is one.
-
-        May be a view of the file: copy what is to stay.
-        """
-        tensor = self.stored[name].read(device)
-        return tensor if self.merge is None else self.merge(name, tensor)
-
 
 def open_source(source: CheckpointSource) -> Checkpoint:
     """Check all of the files that were located; the weights stay where they are."""
@@ -223,21 +215,38 @@ def load_model(
     check_memory(tensor_places(checkpoint.config), device, dtype, quantization)
     with torch.device("meta"):
         model = OpenVLAModel(checkpoint.config).to(dtype)
-    places = [(place, place.parameter) for place in tensor_places(checkpoint.config)]
-    for prefix, part in _parts(model):
+    places = tensor_places(checkpoint.config)
+    fill_network(model, places, checkpoint.stored, checkpoint.merge, device, quantization)
+    return model
+
+
+@torch.no_grad()
+def fill_network(
+    network: VlaNetwork,
+    places: Sequence[TensorPlace],
+    stored: Mapping[str, StoredTensor],
+    merge: Callable[[str, Tensor], Tensor] | None,
+    device: torch.device,
+    quantization: Quantization,
+) -> None:
+    """Read the weights of a network that is laid out on the meta device, part by part."""
+    for prefix, part in _parts(network):
         allocate(part, device)
         parameters = dict(part.named_parameters())
-        for place, name in places:
+        for place in places:
+            name = place.parameter
             if name is not None and name.startswith(prefix):
                 rows = parameters[name.removeprefix(prefix)][place.rows]
-                weight = rows.copy_(checkpoint.weight(place.name, device))
-                require_finite(place.name, weight, checkpoint.stored[place.name].path)
+                weight = stored[place.name].read(device)
+                weight = weight if merge is None else merge(place.name, weight)
+                rows.copy_(weight)
+                require_finite(place.name, rows, stored[place.name].path)
         if prefix.startswith("decoder.layers."):
-            model.quantize_layer(int(prefix.split(".")[2]), quantization, device)
-    return model.eval().requires_grad_(False)
+            network.quantize_layer(int(prefix.split(".")[2]), quantization, device)
+    network.eval().requires_grad_(False)
 
 
-def _parts(model: OpenVLAModel) -> Iterator[tuple[str, nn.Module]]:
+def _parts(model: VlaNetwork) -> Iterator[tuple[str, nn.Module]]:
     """Submodules that together hold every weight, each decoder layer by itself."""
     for name, part in model.named_children():
         if name != "decoder":

@@ -52,7 +52,7 @@ class Family(ABC):
     name: str
     summary: str  # what it answers from what, for people
     config: VlaConfig
-    refuses: tuple[str, ...] = ()  # kinds of flags that say nothing to it, and why they do not
+    refuses: tuple[str, ...] = ()  # flags, or kinds of them, that say nothing to it; and why
     refusal = ""
 
     def __init__(self, source: CheckpointSource | None, options: ModelOptions) -> None:

@@ -212,10 +212,10 @@ class ModelOptions:
         "1024, or what there is room for",
     )
 
-    def given(self, *kinds: str) -> list[str]:
-        """The flags of these kinds that were given, for a model to which they say nothing."""
-        ours = [one for one in _FLAGS if one.metadata["of"] in kinds]
-        return [one.metadata["flag"] for one in ours if getattr(self, one.name) != one.default]
+    def given(self, *names: str) -> list[str]:
+        """Those that were given of some flags or kinds, for a model to which they say nothing."""
+        given = [one.metadata for one in _FLAGS if getattr(self, one.name) != one.default]
+        return [one["flag"] for one in given if one["of"] in names or one["flag"] in names]
 
 
 _FLAGS = [one for one in fields(ModelOptions) if one.metadata]

@@ -71,7 +71,7 @@ class RotaryTable(nn.Module):
         return 1.0 / self.sizes.rope_theta**exponents
 
 
-class PlacedRotaryTable(RotaryTable):
+class MRopeTable(RotaryTable):
     """Qwen2.5-VL's M-RoPE where pictures stand at the same slots of every sequence.
 
     A token has three positions: time, row and column; sections of the frequencies turn by one each.

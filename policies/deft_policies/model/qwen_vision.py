@@ -15,6 +15,9 @@ from torch.nn import functional
 
 from deft_policies.model.llama import RMSNorm
 
+# Of every checkpoint: pixels of a patch's side, patches of a side that become one token, and copies
+# of a still picture in a patch.
+PATCH, MERGE, FRAMES = 14, 2, 2
 _NORM_EPS = 1e-6
 _ROPE_THETA = 10000.0
 
@@ -28,16 +31,8 @@ class QwenVisionSizes:
     num_blocks: int
     num_heads: int
     out_width: int  # of the decoder
-    patch: int  # pixels of a side
-    merge: int  # patches of a side that become one token
-    frames: int  # copies of a still picture in a patch
     window: int  # pixels of a window's side
     full_blocks: frozenset[int]  # blocks that attend to the whole picture
-
-    @property
-    def patch_numbers(self) -> int:
-        """Numbers of a patch: three channels of every frame."""
-        return 3 * self.frames * self.patch**2
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,10 +52,10 @@ class QwenVision(nn.Module):
     def __init__(self, sizes: QwenVisionSizes) -> None:
         super().__init__()
         self.sizes = sizes
-        project = nn.Linear(sizes.patch_numbers, sizes.width, bias=False)
+        project = nn.Conv3d(3, sizes.width, (FRAMES, PATCH, PATCH), bias=False)
         self.patch_embed = nn.ModuleDict({"proj": project})
         self.blocks = nn.ModuleList(_Block(sizes) for _ in range(sizes.num_blocks))
-        merged = sizes.width * sizes.merge**2
+        merged = sizes.width * MERGE**2
         out = nn.Sequential(
             nn.Linear(merged, merged), nn.GELU(), nn.Linear(merged, sizes.out_width)
         )
@@ -70,7 +65,9 @@ class QwenVision(nn.Module):
     def forward(self, patches: Tensor, grid: tuple[int, int]) -> Tensor:
         """`grid` is rows and columns of patches; patches of a merged place lie together."""
         layout = self._layout(grid, patches.device)
-        hidden = self.patch_embed["proj"](patches)
+        # Its windows do not overlap: one matrix product.
+        project = self.patch_embed.get_parameter("proj.weight").flatten(1)
+        hidden = functional.linear(patches, project)
         hidden = self._by_places(hidden)[:, layout.order].flatten(1, 2)
         for number, block in enumerate(self.blocks):
             is_full = number in self.sizes.full_blocks
@@ -81,12 +78,11 @@ class QwenVision(nn.Module):
 
     def _by_places(self, hidden: Tensor) -> Tensor:
         """[picture, merged place, patch in it, width]."""
-        return hidden.view(len(hidden), -1, self.sizes.merge**2, hidden.shape[2])
+        return hidden.view(len(hidden), -1, MERGE**2, hidden.shape[2])
 
     def _make_layout(self, grid: tuple[int, int], device: torch.device) -> PictureLayout:
-        sizes = self.sizes
-        rows, columns = (side // sizes.merge for side in grid)
-        side = sizes.window // sizes.patch // sizes.merge  # merged places of a window
+        rows, columns = (side // MERGE for side in grid)
+        side = self.sizes.window // PATCH // MERGE  # merged places of a window
         places = torch.arange(rows * columns).view(rows, columns)
         tiles = [
             places[top : top + side, left : left + side].flatten()
@@ -98,22 +94,20 @@ class QwenVision(nn.Module):
         return PictureLayout(
             order=order.to(device),
             back=order.argsort().to(device),
-            windows=tuple(len(tile) * sizes.merge**2 for tile in tiles),
+            windows=tuple(len(tile) * MERGE**2 for tile in tiles),
             cos=angles.cos().to(device),
             sin=angles.sin().to(device),
         )
 
     def _angles(self, rows: int, columns: int) -> Tensor:
         """Of the row and then of the column of every patch [place, patch in it, head_dim]."""
-        sizes = self.sizes
-        quarter = sizes.width // sizes.num_heads // 4
+        quarter = self.sizes.width // self.sizes.num_heads // 4
         frequencies = _ROPE_THETA ** (-torch.arange(quarter, dtype=torch.float32) / quarter)
-        steps = torch.arange(rows * columns * sizes.merge**2)
-        of_place, in_place = steps // sizes.merge**2, steps % sizes.merge**2
-        row = of_place // columns * sizes.merge + in_place // sizes.merge
-        column = of_place % columns * sizes.merge + in_place % sizes.merge
-        half = torch.cat([one[:, None] * frequencies for one in (row, column)], dim=1)
-        return torch.cat((half, half), dim=1).view(rows * columns, sizes.merge**2, -1)
+        ranges = (torch.arange(side) for side in (rows, columns, MERGE, MERGE))
+        row, column, row_in, column_in = torch.meshgrid(*ranges, indexing="ij")
+        places = torch.stack((MERGE * row + row_in, MERGE * column + column_in), dim=-1)
+        half = (places[..., None] * frequencies).view(rows * columns, MERGE**2, -1)
+        return torch.cat((half, half), dim=-1)
 
 
 class _Block(nn.Module):

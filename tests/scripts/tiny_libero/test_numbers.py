@@ -110,7 +110,7 @@ def test_numbers_stand_for_what_the_expert_commanded(demos: Path):
 def test_prompts_are_word_for_word_and_a_few_tokens_long(demos: Path):
     prepared = prepare_numbers(load_demonstrations([demos], only_succeeded=True))
     asked = "pick up the milk and place it in the basket"
-    text = prompt_text(prepared.run, asked, 1)
+    text = prompt_text(prepared.run, asked)
     ids = prepared.tokenizer.encode(text, add_special_tokens=False).ids
     assert prepared.tokenizer.decode(ids, skip_special_tokens=False) == text
     assert len(ids) == 5 + len(asked.split())
@@ -134,7 +134,9 @@ def test_what_was_taught_is_served_as_it_was_taught(demos: Path, tmp_path: Path)
     batches = NumberTrainer(unworded, prepared.run, prepared.samples, prepared.tokenizer)._batches
     batch = batches.take(np.array([0]), np.random.default_rng(0), True)
     with torch.no_grad():
-        hidden = net(trainer._look(batch.frames), batches.grid, batch.ids, batch.prompt_lengths, 1)
+        hidden = net(
+            trainer._look(batch.frames), prepared.run.grid, batch.ids, batch.prompt_lengths, 1
+        )
         taught = net.decoder.head(hidden)[0, 0, list(model.network.config.ids)]
         frame = Observation(batch.frames[0].numpy(), asked)
         prompts = model.see([frame], StageClock(torch.device("cpu")))

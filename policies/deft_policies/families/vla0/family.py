@@ -1,25 +1,35 @@
-"""Opens VLA-0's runs: everything that files say, before weights are read."""
+"""Opens and loads VLA-0's runs."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from deft_policies.checkpoint.open import CheckpointSource, check_memory
+from deft_policies.checkpoint.lora import LoraAdapter
+from deft_policies.checkpoint.open import (
+    CheckpointSource,
+    check_memory,
+    check_tensors,
+    fill_network,
+)
+from deft_policies.checkpoint.tensor_file import find_tensors
 from deft_policies.errors import CheckpointError
 from deft_policies.families.family import Family, choose_runner
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.vla0.model import Vla0
 from deft_policies.families.vla0.network import (
     HEAD,
-    Vla0Weights,
+    Vla0Config,
+    Vla0Network,
     find_ids,
+    find_places,
     load_tokenizer,
+    new_name,
     read_config,
 )
-from deft_policies.families.vla0.run_folder import is_run_folder, read_run
+from deft_policies.families.vla0.run_folder import find_run, read_run
 from deft_policies.model.formats import Quantization
 from deft_policies.model.graphs import Reserve, StepRunner
 from deft_policies.model.quantization import check_quantization
@@ -35,11 +45,20 @@ class Vla0Family(Family):
     """Chunks of actions, written as numbers."""
 
     name = Vla0.family
+    config: Vla0Config
+    refuses = ("--prompt", "--chunk", "--pictures", "--image-chain", "--action-rows-only")
+    refusal = "a run of vla0 says all of this itself; leave it out"
 
     def __init__(self, source: CheckpointSource | None, options: ModelOptions) -> None:
         """Raises `CheckpointError` for what is wrong, and for flags that say nothing to it."""
         super().__init__(source, options)
-        source = _check(source, options)
+        if source is None:
+            raise CheckpointError("--family vla0 needs a checkpoint: random weights have no words")
+        if options.quantization not in (Quantization.NONE, Quantization.INT8):
+            raise CheckpointError(
+                f"--quantization {options.quantization.value}: vla0 is served in int8 or "
+                "unquantized; nobody has compared its numbers in another format"
+            )
         base = None if source.overlay is None else source.directory
         self._run = run = read_run(source.tuned, base)
         self._tokenizer = load_tokenizer(run.model)
@@ -47,8 +66,14 @@ class Vla0Family(Family):
         statistics = ActionStatistics(low, high, np.ones(run.action_dim, bool))
         ids = find_ids(self._tokenizer, run.model)
         self.config = read_config(run.base, ids, {KEY: statistics})
-        adapter = None if run.base == run.model else run.model
-        self._weights = Vla0Weights.find(run.base, self.config, adapter)
+        self._stored = {new_name(name): one for name, one in find_tensors(run.base).items()}
+        shapes = {name: one.shape for name, one in self._stored.items()}
+        check_tensors(run.base, shapes, find_places(self.config))
+        self._adapter = None if run.base == run.model else LoraAdapter(run.model)
+        if self._adapter is not None:
+            # Saved by another version than its base, perhaps.
+            self._adapted = {new_name(name): name for name in self._adapter.targets}
+            self._adapter.check({self._adapted.get(name, name): shapes[name] for name in shapes})
         self.summary = (
             f"vla0: {run.num_steps} actions of {run.action_dim}, written as numbers, from "
             f"{run.num_cameras} camera(s)"
@@ -57,7 +82,7 @@ class Vla0Family(Family):
     @staticmethod
     def matches(source: CheckpointSource | None, options: ModelOptions) -> bool:
         """By the configuration of its training."""
-        return source is not None and is_run_folder(source.tuned)
+        return source is not None and find_run(source.tuned) is not None
 
     @property
     def weight_folders(self) -> list[Path]:
@@ -67,13 +92,10 @@ class Vla0Family(Family):
     @property
     def places(self) -> Sequence[TensorPlace]:
         """As they are kept: twelve rows of the head, and for prompts the whole table of words."""
-        config = self._weights.config
-        return [
-            replace(one, shape=(len(config.ids), config.llm.width))
-            if one.parameter == HEAD
-            else one
-            for one in self._weights.places
-        ]
+        with torch.device("meta"):
+            network = Vla0Network(self.config)
+        kept = network.named_parameters()
+        return [TensorPlace(name, tuple(one.shape), name) for name, one in kept]
 
     def load(
         self, device: torch.device, dtype: torch.dtype, runner: StepRunner | None = None
@@ -82,37 +104,18 @@ class Vla0Family(Family):
         options = self.options
         check_quantization(options.quantization, device, dtype)
         check_memory(self.places, device, dtype, options.quantization)
-        network = self._weights.load(device, dtype, options.quantization)
+        with torch.device("meta"):
+            network = Vla0Network(self.config).to(dtype)
+        places, stored = find_places(self.config), self._stored
+        fill_network(network, places, stored, self._merge, device, options.quantization)
+        network.take_answer_rows()
         reserve = Reserve(options.largest_batch, _PROMPT.start, _PROMPT.stop)
         runner = runner or choose_runner(options, device, reserve)
         max_tokens = options.max_tokens or MAX_TOKENS
         return Vla0(network, self._run, self._tokenizer, runner, max_tokens)
 
-
-def _check(source: CheckpointSource | None, options: ModelOptions) -> CheckpointSource:
-    """The source, where it is a run and nothing is asked that a run says itself."""
-    if source is None:
-        raise CheckpointError("--family vla0 needs a checkpoint: random weights have no words")
-    said = {
-        "--prompt": options.prompt,
-        "--chunk": options.num_steps,
-        "--pictures": options.num_pictures,
-        "--image-chain": options.image_chain,
-        "--action-rows-only": options.action_rows_only or None,
-    }
-    if options.quantization not in (Quantization.NONE, Quantization.INT8):
-        raise CheckpointError(
-            f"--quantization {options.quantization.value}: vla0 is served in int8 or unquantized; "
-            "nobody has compared its numbers in another format"
-        )
-    given = [name for name, value in said.items() if value is not None]
-    if given:
-        raise CheckpointError(
-            f"{', '.join(given)}: a run of vla0 says all of this itself; leave it out"
-        )
-    if not is_run_folder(source.tuned):
-        raise CheckpointError(
-            f"neither {source.tuned} nor the folder above it has config.yaml and "
-            "dataset_stats; give a run's folder, or the model in it"
-        )
-    return source
+    def _merge(self, name: str, weight: Tensor) -> Tensor:
+        """What is kept of a stored weight, with the adapter's change."""
+        if self._adapter is not None:
+            weight = self._adapter.merge(self._adapted.get(name, name), weight)
+        return weight[list(self.config.ids)] if name == HEAD else weight

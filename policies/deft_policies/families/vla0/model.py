@@ -19,21 +19,16 @@ from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
 from deft_policies.decoding.batch import AnswerSpec
 from deft_policies.decoding.clock import Stage, StageClock
 from deft_policies.decoding.target import Prompts, Target
-from deft_policies.errors import CheckpointError, RequestError
+from deft_policies.errors import CheckpointError
 from deft_policies.families.action_tokens import POSE
 from deft_policies.families.model import Model, TokenModel, Values
 from deft_policies.families.vla0.network import CHARACTERS, Vla0Network
 from deft_policies.families.vla0.numbers import read_numbers_text, read_rows_begun, to_actions
-from deft_policies.families.vla0.pictures import PATCH, make_pictures, to_patches
-from deft_policies.families.vla0.prompt import (
-    IMAGE_PAD,
-    encode_prompt,
-    prompt_positions,
-    prompt_text,
-)
+from deft_policies.families.vla0.pictures import make_pictures, to_patches
+from deft_policies.families.vla0.prompt import IMAGE_PAD, encode_prompt, mrope_positions
 from deft_policies.families.vla0.run_folder import RunFolder
 from deft_policies.model.graphs import StepRunner
-from deft_policies.model.llama import PlacedRotaryTable
+from deft_policies.model.llama import MRopeTable
 from deft_policies.model.sizes import TokenRange
 from deft_policies.model.staging import to_device
 
@@ -56,18 +51,15 @@ class Vla0(TokenModel):
         max_tokens: int,
     ) -> None:
         self.run, self._max_tokens = run, max_tokens
-        side, num_pictures = run.size // PATCH, 1 if run.is_tiled else run.num_cameras
-        self._grid = (side, side * run.num_cameras if run.is_tiled else side)
-        grids = [self._grid] * num_pictures
-        encode = partial(_encode, run, tokenizer, grids)
+        encode = partial(encode_prompt, tokenizer, run)
         # Pictures stand before the instruction, so at the same places of every prompt.
         ids, pad = encode(""), tokenizer.token_to_id(IMAGE_PAD)
         assert pad is not None  # the prompt holds it
         self._slots = [slot for slot, one in enumerate(ids) if one == pad]
-        self._compact = {one: token for token, one in enumerate(network.config.ids)}
-        places = prompt_positions(ids, pad, grids)
-        sizes = network.config.llm
-        network.decoder.rotary = PlacedRotaryTable(sizes, places, network.config.sections)
+        sizes, config = network.config.llm, network.config
+        self._characters = dict(zip(config.ids, (*CHARACTERS, ""), strict=True))
+        positions = mrope_positions(ids, pad, run.grid)
+        network.decoder.rotary = MRopeTable(sizes, positions, config.mrope_section)
         self.target = Target(network.decoder, TokenRange(0, END), runner=runner)
         self.target.repetition_penalty = run.repetition_penalty
         super().__init__(network, encode, None, network.config.statistics, runner)
@@ -94,18 +86,18 @@ class Vla0(TokenModel):
 
     def decode(self, key: str, values: Values) -> NDArray[np.float64]:
         """The actions of a valid answer, [step, action_dim]."""
-        tokens = [self._compact[int(one)] for one in values]
-        has_ended = tokens[-1:] == [END]
-        return to_actions(read_numbers_text(_text(tokens), has_ended, self.run), self.run)
+        text, _ = self.read_text(values.tolist())
+        has_ended = values[-1:].tolist() == [self.network.config.ids[END]]
+        return to_actions(read_numbers_text(text, has_ended, self.run), self.run)
 
     def decode_begun(self, key: str, values: Values) -> NDArray[np.float64]:
         """The rows behind whose last number the text goes on."""
-        text = _text([self._compact[int(one)] for one in values])
+        text, _ = self.read_text(values.tolist())
         return to_actions(read_rows_begun(text, self.run), self.run)
 
     def read_text(self, tokens: Sequence[int]) -> tuple[str, tuple[int, ...]]:
         """The numbers; they have no parts."""
-        return _text([self._compact[one] for one in tokens]), ()
+        return "".join(self._characters[one] for one in tokens), ()
 
     def see(self, observations: Sequence[Observation], clock: StageClock) -> Prompts:
         """Pictures and prompts, embedded. Shorter prompts are padded on the right."""
@@ -118,15 +110,15 @@ class Vla0(TokenModel):
         )
         texts = [self.encode(one.instruction) for one in observations]
         clock.lap(Stage.PREPARE)
-        weight = self.network.words.weight
-        tokens = self.network.vision(patches.to(weight.device, weight.dtype), self._grid)
+        weight = self.network.embed_tokens.weight
+        tokens = self.network.vision(patches.to(weight.device, weight.dtype), self.run.grid)
         tokens = tokens.reshape(len(texts), -1, tokens.shape[2])
         longest = max(map(len, texts))
         padded = [[*ids, *[ids[-1]] * (longest - len(ids))] for ids in texts]
-        embeds = self.network.words(to_device(padded, self.device))
+        embeds = self.network.embed_tokens(to_device(padded, self.device))
         embeds[:, self._slots] = tokens
         clock.lap(Stage.VISION)
-        seen = [[one in set(ids) for one in self._compact] for ids in texts]
+        seen = [[one in ids for one in self.network.config.ids] for ids in map(set, texts)]
         is_penalised = self.target.repetition_penalty != 1.0
         return Prompts(
             embeds=embeds,
@@ -144,17 +136,3 @@ class Vla0(TokenModel):
     def draft_with(self, draft: Model) -> None:
         """Refused: no other model is known that writes such numbers."""
         raise CheckpointError("--draft-model: vla0 drafts from its last answer; leave it out")
-
-
-def _encode(
-    run: RunFolder, tokenizer: Tokenizer, grids: Sequence[tuple[int, int]], instruction: str
-) -> list[int]:
-    """Ids of the whole prompt; an instruction cannot write a picture."""
-    if IMAGE_PAD in instruction:
-        raise RequestError("instruction", f"holds {IMAGE_PAD}, which stands for a picture")
-    text = prompt_text(run, instruction, len(grids))
-    return encode_prompt(tokenizer, text, grids)
-
-
-def _text(tokens: Sequence[int]) -> str:
-    return "".join(CHARACTERS[one] for one in tokens if one < END)

@@ -4,9 +4,9 @@ An answer is digits, spaces and an end: twelve tokens of some 150,000. So the de
 and its head have twelve rows, and prompts are embedded by the whole table before it.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -14,25 +14,20 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from deft_policies.checkpoint.fields import JsonFields
-from deft_policies.checkpoint.lora import LoraAdapter
-from deft_policies.checkpoint.open import check_tensors
-from deft_policies.checkpoint.tensor_file import StoredTensor, find_tensors, require_finite
 from deft_policies.errors import CheckpointError
-from deft_policies.families.vla0.pictures import FRAMES, MERGE, PATCH
 from deft_policies.families.vla0.prompt import END
-from deft_policies.model.formats import Quantization
 from deft_policies.model.llama import LlamaDecoder
-from deft_policies.model.qwen_vision import QwenVision, QwenVisionSizes
+from deft_policies.model.qwen_vision import FRAMES, MERGE, PATCH, QwenVision, QwenVisionSizes
 from deft_policies.model.sizes import LlamaSizes, TrainingNotes
 from deft_policies.model.statistics import ActionStatistics
 from deft_policies.model.tensor_names import TensorPlace, layer_places
-from deft_policies.model.vla import VlaNetwork, allocate
+from deft_policies.model.vla import VlaNetwork
 
 CHARACTERS = "0123456789 "  # of an answer; behind them stands its end
 _MOST_POSITIONS = 4096  # more than any prompt and answer have: a table of angles is kept of them
 _FRAME_SIZE = 256  # of LIBERO's cameras
-_NEW_LAYERS = "model.language_model."  # how names begin since transformers 4.52
-HEAD = "decoder.head.weight"
+_LAYERS = "model.language_model."  # how names of the decoder's tensors begin
+HEAD = "lm_head.weight"
 _BIASED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
@@ -43,7 +38,7 @@ class Vla0Config:
     llm: LlamaSizes  # of a decoder that knows twelve tokens
     vision: QwenVisionSizes
     num_words: int  # rows of the whole table
-    sections: tuple[int, ...]  # of frequencies, that turn by time, row and column
+    mrope_section: tuple[int, ...]  # of frequencies, that turn by time, row and column
     is_tied: bool  # the head is the table
     ids: tuple[int, ...]  # of the twelve tokens
     statistics: Mapping[str, ActionStatistics]
@@ -86,8 +81,8 @@ def read_config(
     theta = rope if rope.has("rope_theta") else text
     width, num_heads = text.count("hidden_size", 1 << 16), text.count("num_attention_heads", 1024)
     head_dim = text.count("head_dim", 1024, width // num_heads)
-    sections = rope.values("mrope_section", int)
-    if len(sections) != 3 or 2 * sum(sections) != head_dim or min(sections) < 0:
+    mrope_section = rope.values("mrope_section", int)
+    if len(mrope_section) != 3 or 2 * sum(mrope_section) != head_dim or min(mrope_section) < 0:
         raise rope.error("mrope_section", f"must be three numbers of sum {head_dim // 2}")
     llm = LlamaSizes(
         vocabulary=len(ids),
@@ -106,7 +101,7 @@ def read_config(
         llm=llm,
         vision=_read_vision(fields.section("vision_config"), width),
         num_words=text.count("vocab_size", 1 << 24),
-        sections=sections,
+        mrope_section=mrope_section,
         is_tied=fields.value("tie_word_embeddings", bool, False),
         ids=ids,
         statistics=statistics,
@@ -128,9 +123,6 @@ def _read_vision(fields: JsonFields, out_width: int) -> QwenVisionSizes:
         num_blocks=fields.count("depth", 1024),
         num_heads=fields.count("num_heads", 1024),
         out_width=out_width,
-        patch=PATCH,
-        merge=MERGE,
-        frames=FRAMES,
         window=fields.count("window_size", 4096),
         full_blocks=frozenset(fields.values("fullatt_block_indexes", int)),
     )
@@ -147,91 +139,41 @@ class Vla0Network(VlaNetwork):
         self.vision = QwenVision(config.vision)
         width = config.llm.width
         table = torch.empty(config.num_words, width)
-        self.words = nn.Embedding(config.num_words, width, _weight=table)
+        self.embed_tokens = nn.Embedding(config.num_words, width, _weight=table)
         self.decoder = LlamaDecoder(config.llm)
 
+    def take_answer_rows(self) -> None:
+        """Give the decoder the twelve rows of the table that it knows."""
+        rows = self.embed_tokens.weight[list(self.config.ids)]
+        self.decoder.embedding.weight.copy_(rows)
+        if self.config.is_tied:
+            self.decoder.head.weight.copy_(rows)
 
-def find_places(config: Vla0Config, has_new_names: bool) -> tuple[TensorPlace, ...]:
+
+def find_places(config: Vla0Config) -> tuple[TensorPlace, ...]:
     """Every tensor of a checkpoint; `decoder.head.weight` takes twelve rows of what is stored."""
-    layers, vision = (_NEW_LAYERS, "model.visual.") if has_new_names else ("model.", "visual.")
     llm, table = config.llm, (config.num_words, config.llm.width)
-    places = [replace(one, name=f"{vision}{one.name}") for one in _vision_places(config.vision)]
-    places.append(TensorPlace(f"{layers}embed_tokens.weight", table, "words.weight"))
+    with torch.device("meta"):
+        vision = QwenVision(config.vision).named_parameters()
+    places = [
+        TensorPlace(f"model.visual.{name}", tuple(one.shape), f"vision.{name}")
+        for name, one in vision
+    ]
+    places.append(TensorPlace(f"{_LAYERS}embed_tokens.weight", table, "embed_tokens.weight"))
     for index in range(llm.num_layers):
         for one in layer_places(llm):
-            name, ours = f"{layers}layers.{index}.{one.name}", f"decoder.layers.{index}"
+            name, ours = f"{_LAYERS}layers.{index}.{one.name}", f"decoder.layers.{index}"
             weight = f"{ours}.{one.parameter}.weight"
             places.append(replace(one, name=f"{name}.weight", parameter=weight))
             if one.name in _BIASED:
                 bias = f"{ours}.{one.parameter}.bias"
                 places.append(TensorPlace(f"{name}.bias", one.shape[:1], bias, one.first_row))
-    places.append(TensorPlace(f"{layers}norm.weight", (llm.width,), "decoder.norm.weight"))
-    head = None if config.is_tied else HEAD
-    return (*places, TensorPlace("lm_head.weight", table, head))
+    places.append(TensorPlace(f"{_LAYERS}norm.weight", (llm.width,), "decoder.norm.weight"))
+    head = None if config.is_tied else "decoder.head.weight"
+    return (*places, TensorPlace(HEAD, table, head))
 
 
-def _places_named_as(names: Collection[str], config: Vla0Config) -> tuple[TensorPlace, ...]:
-    return find_places(config, any(one.startswith(_NEW_LAYERS) for one in names))
-
-
-def _vision_places(sizes: QwenVisionSizes) -> Iterator[TensorPlace]:
-    with torch.device("meta"):
-        tower = QwenVision(sizes)
-    for name, one in tower.named_parameters():
-        shape = tuple(one.shape)
-        if name == "patch_embed.proj.weight":  # stored as of a convolution
-            shape = (sizes.width, 3, sizes.frames, sizes.patch, sizes.patch)
-        yield TensorPlace(name, shape, f"vision.{name}")
-
-
-@dataclass(frozen=True, eq=False)
-class Vla0Weights:
-    """A checkpoint's tensors, which fit its configuration."""
-
-    config: Vla0Config
-    stored: Mapping[str, StoredTensor]
-    places: Sequence[TensorPlace]
-    adapter: LoraAdapter | None = None
-    adapted: Sequence[TensorPlace] = ()  # the same places by the adapter's names
-
-    @staticmethod
-    def find(base: Path, config: Vla0Config, adapter: Path | None = None) -> "Vla0Weights":
-        """Read the headers of a folder, of one file or of several, and those of an adapter."""
-        stored = find_tensors(base)
-        places = _places_named_as(stored, config)
-        check_tensors(base, {name: one.shape for name, one in stored.items()}, places)
-        if adapter is None:
-            return Vla0Weights(config, stored, places)
-        lora = LoraAdapter(adapter)  # saved by another version than its base, perhaps
-        adapted = _places_named_as(lora.targets, config)
-        lora.check({one.name: one.shape for one in adapted})
-        return Vla0Weights(config, stored, places, lora, adapted)
-
-    @torch.no_grad()
-    def load(
-        self, device: torch.device, dtype: torch.dtype, quantization: Quantization
-    ) -> Vla0Network:
-        """Build the network on a device."""
-        with torch.device("meta"):
-            network = Vla0Network(self.config).to(dtype)
-        allocate(network, device)
-        parameters = dict(network.named_parameters())
-        ids = torch.tensor(self.config.ids, device=device)
-        for place, adapted in zip_longest(self.places, self.adapted):
-            if place.parameter is None:
-                continue
-            weight = self.stored[place.name].read(device)
-            if self.adapter is not None:
-                weight = self.adapter.merge(adapted.name, weight)
-            require_finite(place.name, weight, self.stored[place.name].path)
-            if place.parameter == HEAD:
-                weight = weight[ids]
-            rows = parameters[place.parameter][place.first_row :][: len(weight)]
-            rows.copy_(weight.view(rows.shape))
-        answered = network.words.weight[ids]
-        network.decoder.embedding.weight.copy_(answered)
-        if self.config.is_tied:
-            network.decoder.head.weight.copy_(answered)
-        for index in range(self.config.llm.num_layers):
-            network.quantize_layer(index, quantization, device)
-        return network.eval().requires_grad_(False)
+def new_name(name: str) -> str:
+    """A tensor's name since transformers 4.52, whichever version has saved it."""
+    name = re.sub(r"^(?=visual\.)", "model.", name)
+    return re.sub(r"^model\.(?=embed_tokens\.|layers\.|norm\.)", _LAYERS, name)

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from deft_client.types import Image
 from deft_policies.families.vla0.run_folder import RunFolder
+from deft_policies.model.qwen_vision import FRAMES, MERGE, PATCH
 
-PATCH, MERGE, FRAMES = 14, 2, 2  # pixels of a patch, patches of a merged place, copies in time
 # CLIP's mean and standard deviation, of pixels between 0 and 255.
 _MEAN = torch.tensor((0.48145466, 0.4578275, 0.40821073))
 _STD = torch.tensor((0.26862954, 0.26130258, 0.27577711))

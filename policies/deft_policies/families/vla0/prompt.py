@@ -1,13 +1,15 @@
 """The prompt, word for word, and where its tokens stand."""
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from deft_policies.families.vla0.pictures import MERGE
+from deft_policies.errors import RequestError
 from deft_policies.families.vla0.run_folder import RunFolder
+from deft_policies.model.qwen_vision import MERGE
 
 IMAGE_PAD = "<|image_pad|>"
 END = "<|im_end|>"
@@ -20,14 +22,14 @@ _SYSTEM = (
 )
 
 
-def prompt_text(run: RunFolder, instruction: str, num_pictures: int) -> str:
+def prompt_text(run: RunFolder, instruction: str) -> str:
     """The instruction is used as it is: nothing is stripped or lower-cased."""
     system = _SYSTEM.format(
         steps=run.num_steps, dim=run.action_dim, numbers=run.num_numbers, bins=run.num_bins
     )
     pictures = [
         f"Picture {number + 1}: {_PICTURE}" if run.names_pictures else _PICTURE
-        for number in range(num_pictures)
+        for number in range(run.num_pictures)
     ]
     return (
         f"<|im_start|>system\n{system}{END}\n<|im_start|>user\n{''.join(pictures)}"
@@ -35,38 +37,29 @@ def prompt_text(run: RunFolder, instruction: str, num_pictures: int) -> str:
     )
 
 
-def encode_prompt(tokenizer: Tokenizer, text: str, grids: Sequence[tuple[int, int]]) -> list[int]:
-    """Ids of a prompt; a picture has as many as it has merged places."""
-    pad = tokenizer.token_to_id(IMAGE_PAD)
-    left = iter(grids)
-    ids: list[int] = []
-    for one in tokenizer.encode(text, add_special_tokens=False).ids:
-        if one == pad:
-            rows, columns = next(left)
-            ids += [pad] * (rows * columns // MERGE**2)
-        else:
-            ids.append(one)
+def encode_prompt(tokenizer: Tokenizer, run: RunFolder, instruction: str) -> list[int]:
+    """Ids of the whole prompt; an instruction cannot write a picture."""
+    if IMAGE_PAD in instruction:
+        raise RequestError("instruction", f"holds {IMAGE_PAD}, which stands for a picture")
+    rows, columns = run.grid
+    pads = IMAGE_PAD * (rows * columns // MERGE**2)
+    text = prompt_text(run, instruction).replace(IMAGE_PAD, pads)
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
     return ids
 
 
-def prompt_positions(ids: Sequence[int], pad: int, grids: Sequence[tuple[int, int]]) -> Tensor:
+def mrope_positions(ids: Sequence[int], pad: int, grid: tuple[int, int]) -> Tensor:
     """Time, row and column of every token [3, token].
 
-    Text counts up in all three. The places of a picture stand at their row and column behind its
+    Text counts up in all three. The tokens of a picture stand at their row and column behind its
     beginning, and the text after it goes on behind the longer side.
     """
-    columns: list[tuple[int, int, int]] = []
-    left = iter(grids)
-    next_position, index = 0, 0
-    while index < len(ids):
-        if ids[index] != pad:
-            columns.append((next_position,) * 3)
-            next_position, index = next_position + 1, index + 1
-            continue
-        rows, width = (side // MERGE for side in next(left))
-        begin = next_position
-        columns += [
-            (begin, begin + row, begin + one) for row in range(rows) for one in range(width)
-        ]
-        next_position, index = begin + max(rows, width), index + rows * width
-    return torch.tensor(columns).T
+    sides = [side // MERGE for side in grid]
+    picture = torch.cartesian_prod(torch.arange(1), *map(torch.arange, sides)).T
+    parts: list[Tensor] = []
+    begin = 0
+    for is_picture, run_of_ids in groupby(ids, pad.__eq__):
+        length = len(list(run_of_ids))
+        parts.append(begin + (picture if is_picture else torch.arange(length).expand(3, -1)))
+        begin += max(sides) if is_picture else length
+    return torch.cat(parts, dim=1)

@@ -17,11 +17,12 @@ from deft_policies.checkpoint.fields import JsonFields
 from deft_policies.checkpoint.lora import find_adapter
 from deft_policies.checkpoint.open import locate_checkpoint
 from deft_policies.errors import CheckpointError
-from deft_policies.families.vla0.number_pickle import read_numbers
+from deft_policies.families.vla0.number_pickle import read_arrays
+from deft_policies.model.qwen_vision import PATCH
 
 MODEL_FOLDER = "model_last"
 RUN_FILE = "config.yaml"
-_STATISTICS = "out_ori_act"
+_STATISTICS, _ENDS = "out_ori_act", ("min", "max")
 _CROP = re.compile(r"IMAGE\.crop_img:([0-9.]+)")
 _SIZE = re.compile(r"IMAGE\.img_size:(\d+)")
 # From here on transformers hands `add_vision_id` to the template; before, it dropped it.
@@ -51,11 +52,24 @@ class RunFolder:
         """Of an answer."""
         return self.num_steps * self.action_dim
 
+    @property
+    def num_pictures(self) -> int:
+        """That the model is shown of a frame."""
+        return 1 if self.is_tiled else self.num_cameras
 
-def is_run_folder(directory: Path) -> bool:
-    """Whether a folder, or the one above it, is a run of VLA-0."""
-    places = (directory, directory.parent)
-    return any((one / RUN_FILE).is_file() and any(one.glob("dataset_stats.*")) for one in places)
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of patches in a picture."""
+        side = self.size // PATCH
+        return side, side * self.num_cameras // self.num_pictures
+
+
+def find_run(directory: Path) -> Path | None:
+    """This folder or the one above it, whichever is a run of VLA-0."""
+    for folder in (directory, directory.parent):
+        if (folder / RUN_FILE).is_file() and any(folder.glob("dataset_stats.*")):
+            return folder
+    return None
 
 
 def read_run(directory: Path, base: Path | None = None) -> RunFolder:
@@ -63,12 +77,16 @@ def read_run(directory: Path, base: Path | None = None) -> RunFolder:
 
     An adapter's `base` is looked for where the adapter says, unless it is given.
     """
-    run = directory if (directory / RUN_FILE).is_file() else directory.parent
+    run = find_run(directory)
+    if run is None:
+        raise CheckpointError(
+            f"neither {directory} nor the folder above it has {RUN_FILE} and dataset_stats; give "
+            "a run's folder, or the model in it"
+        )
     model = run / MODEL_FOLDER if directory == run else directory
     if base is None:
         base = locate_checkpoint(str(model)).directory if find_adapter(model) else model
-    path = run / RUN_FILE
-    qwen, image = _read_config(path)
+    qwen, image = _read_config(run / RUN_FILE)
     if qwen.value("history", int, 1) != 1:
         raise qwen.error("history", "is not 1; only policies that see one frame are served")
     if qwen.value("action_type", str, "original") != "original":
@@ -137,26 +155,23 @@ def _read_statistics(run: Path, action_dim: int) -> tuple[NDArray[Any], NDArray[
     path = run / "dataset_stats.json"
     if path.exists():
         fields = JsonFields.load(path, "restore it")
-        found = fields.section(_STATISTICS)
-        stored = fields.section("dtype") if fields.has("dtype") else None
-        ends = []
-        for name in ("min", "max"):
-            dtype = stored.value(name, str, "float64") if stored else "float64"
-            ends.append(np.array(found.values(name, float), dtype))
+        found, dtypes = fields.section(_STATISTICS), fields.section("dtype")
+        arrays = {
+            name: np.array(found.values(name, float), dtypes.value(name, str, "float64"))
+            for name in _ENDS
+        }
     else:
         path = run / "dataset_stats.pkl"
-        content = read_numbers(path)
-        section = content.get(_STATISTICS) if isinstance(content, dict) else None
-        if not isinstance(section, dict):
-            raise CheckpointError(f"{path} holds no {_STATISTICS}")
-        ends = [np.asarray(section.get(name, ())) for name in ("min", "max")]
-    for name, values in zip(("min", "max"), ends, strict=True):
+        arrays = read_arrays(path, _STATISTICS)
+    ends = [arrays.get(name, np.empty(0)) for name in _ENDS]
+    for name, values in zip(_ENDS, ends, strict=True):
         is_fine = values.shape == (action_dim,) and values.dtype in (np.float32, np.float64)
         if not is_fine or not np.isfinite(values).all():
             raise CheckpointError(
                 f"{path}: {_STATISTICS}.{name} must be {action_dim} finite numbers, got "
                 f"{values.dtype} {list(values.shape)}"
             )
-    if not (ends[0] <= ends[1]).all():
+    lowest, highest = ends
+    if not (lowest <= highest).all():
         raise CheckpointError(f"{path}: {_STATISTICS}.min is above max")
-    return ends[0], ends[1]
+    return lowest, highest

@@ -108,7 +108,8 @@ def test_a_layer_that_is_saved_beside_its_factors_has_both(tmp_path: Path) -> No
         for name, one in zip(names, (whole, down, up), strict=True)
     }
     save_file(load_file(path) | added, path)
-    found = open_checkpoint(str(run)).weight(f"{HEAD}.weight", CPU)
+    model = load_model(open_checkpoint(str(run)), CPU, torch.bfloat16)
+    found = model.named_tensors()[f"{HEAD}.weight"]
     change = (up.float() @ down.float()).bfloat16() * 0.5
     torch.testing.assert_close(found, whole + change)
 

@@ -13,17 +13,17 @@ import torch
 from tokenizers import Tokenizer
 
 from deft_policies.errors import CheckpointError, NoActionError
-from deft_policies.families.vla0.number_pickle import read_numbers
+from deft_policies.families.vla0.number_pickle import read_arrays
 from deft_policies.families.vla0.numbers import (
     read_numbers_text,
     read_rows_begun,
     to_actions,
 )
-from deft_policies.families.vla0.pictures import PATCH, make_pictures, to_patches
+from deft_policies.families.vla0.pictures import make_pictures, to_patches
 from deft_policies.families.vla0.prompt import (
     IMAGE_PAD,
     encode_prompt,
-    prompt_positions,
+    mrope_positions,
     prompt_text,
 )
 from deft_policies.families.vla0.run_folder import RunFolder, read_run
@@ -42,8 +42,7 @@ def test_pictures_and_patches_are_the_originals(name: str) -> None:
         assert [digest(one) for one in pictures] == frame["pictures_sha256"]
         patches = torch.cat([to_patches(one) for one in pictures])
         assert digest(patches.numpy()) == frame["pixel_values_sha256"]
-        grids = [[1, one.shape[0] // PATCH, one.shape[1] // PATCH] for one in pictures]
-        assert grids == frame["image_grid_thw"]
+        assert [[1, *run.grid]] * run.num_pictures == frame["image_grid_thw"]
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -51,10 +50,8 @@ def test_prompts_are_the_originals_to_the_token(name: str) -> None:
     run = read_run(GOLDEN / name)
     tokenizer = tokenizer_of(run)
     for frame in frames(name):
-        grids = [(rows, columns) for _, rows, columns in frame["image_grid_thw"]]
-        text = prompt_text(run, frame["instruction"], len(grids))
-        assert text == frame["prompt"]
-        ids = encode_prompt(tokenizer, text, grids)
+        assert prompt_text(run, frame["instruction"]) == frame["prompt"]
+        ids = encode_prompt(tokenizer, run, frame["instruction"])
         assert len(ids) == frame["prompt_length"]
         assert digest(np.array(ids, np.int64)) == frame["prompt_ids_sha256"]
 
@@ -62,10 +59,8 @@ def test_prompts_are_the_originals_to_the_token(name: str) -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_text_goes_on_behind_the_longer_side_of_a_picture(name: str) -> None:
     run, details = read_run(GOLDEN / name), variant(name)["details"]
-    case = variant(name)["cases"][details["case"]]
-    grids = [(rows, columns) for _, rows, columns in case["image_grid_thw"]]
     pad = tokenizer_of(run).token_to_id(IMAGE_PAD)
-    positions = prompt_positions(details["prompt_ids"], pad, grids)
+    positions = mrope_positions(details["prompt_ids"], pad, run.grid)
     assert positions.tolist() == np.array(details["position_ids"]).reshape(3, -1).tolist()
     assert int(positions.max()) + 1 - positions.shape[1] == details["rope_delta"]
 
@@ -160,7 +155,7 @@ def test_a_pickle_of_anything_else_is_refused(
     path = tmp_path / "dataset_stats.pkl"
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match="cannot be read as numbers"):
-        read_numbers(path)
+        read_arrays(path, "out_ori_act")
     assert "executed" not in capsys.readouterr().out
 
 
@@ -169,7 +164,7 @@ def test_an_array_cannot_ask_for_more_memory_than_its_file_has(tmp_path: Path) -
     path = tmp_path / "dataset_stats.pkl"
     path.write_bytes(whole.replace(b"K\x03\x85", b"J\xff\xff\xff\x7f\x85"))
     with pytest.raises(CheckpointError, match="cannot be read as numbers"):
-        read_numbers(path)
+        read_arrays(path, "out_ori_act")
 
 
 def test_either_folder_may_be_named() -> None:
@@ -187,7 +182,7 @@ def test_the_version_that_saved_a_model_says_whether_pictures_are_named(tmp_path
         path.write_text(json.dumps({**config, "transformers_version": version}))
         run = read_run(folder)
         assert run.names_pictures is is_named
-        assert ("Picture 1: " in prompt_text(run, "lift it", 1)) is is_named
+        assert ("Picture 1: " in prompt_text(run, "lift it")) is is_named
 
 
 def test_small_frames_are_brought_to_size() -> None:

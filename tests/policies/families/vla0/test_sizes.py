@@ -63,7 +63,7 @@ def write_run(directory: Path, name: str) -> Vla0Config:
     write_config(model, name)
     config = read_config(model, tuple(range(12)), {})
     header, size = {}, 0
-    for place in find_places(config, has_new_names=False):
+    for place in find_places(config):
         if place.parameter is not None or not config.is_tied:
             end = size + 2 * math.prod(place.shape)
             header[place.name] = {
@@ -84,7 +84,7 @@ def test_published_sizes_have_the_parameters_that_they_should(name: str, tmp_pat
     *_, is_tied, (every, vision, decoder) = SIZES[name]
     write_config(tmp_path, name)
     found = read_config(tmp_path, tuple(range(12)), {})
-    places = find_places(found, has_new_names=False)
+    places = find_places(found)
     with torch.device("meta"):
         network = Vla0Network(found)
     assert sum(p.numel() for p in network.vision.parameters()) == pytest.approx(vision, rel=1e-3)
