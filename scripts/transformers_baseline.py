@@ -172,8 +172,8 @@ class QwenPolicy(TransformersPolicy):
         self._ours, self._model, self._vla0, self._qwen = policy, model, model, qwen
         self._way, self.name = loop, loop.value
         config = model.network.config
-        self._is_allowed = torch.zeros(config.num_words, dtype=torch.bool, device=model.device)
-        self._is_allowed[list(config.ids)] = True
+        self._is_allowed = torch.zeros(config.vocab_size, dtype=torch.bool, device=model.device)
+        self._is_allowed[list(config.answer_ids)] = True
 
     def _write(self, observation: Observation, form: AnswerSpec, clock: StageClock) -> list[int]:
         model, qwen = self._vla0, self._qwen

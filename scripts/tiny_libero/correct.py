@@ -31,7 +31,7 @@ from deft_policies.errors import PolicyError
 from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.vla0.family import KEY
-from deft_policies.families.vla0.run_folder import find_run
+from deft_policies.families.vla0.run_folder import find_run_folder
 from deft_policies.memory import SessionMemory
 from deft_policies.model.formats import Precision
 from scripts.tiny_libero.demos import add_recording_flags, read_recording_flags
@@ -144,7 +144,7 @@ class LearnerFactory:
             generator,
             self.is_thinking,
             self.num_executed,
-            sign_gripper if find_run(self.checkpoint) else to_robosuite,
+            sign_gripper if find_run_folder(self.checkpoint) else to_robosuite,
         )
 
 
@@ -214,7 +214,7 @@ def _job(given: argparse.Namespace) -> DemosJob:
 
 def _statistics_key(given: argparse.Namespace) -> str:
     """Which statistics of the checkpoint are used; those of a run of VLA-0 have one name."""
-    if find_run(given.checkpoint):
+    if find_run_folder(given.checkpoint):
         return KEY
     key: str = given.statistics_key or given.suite
     statistics = load_config(given.checkpoint).statistics

@@ -106,7 +106,7 @@ def _describe_model(config: Vla0Config, tokenizer: Tokenizer, dtype: str) -> Jso
             },
             "tie_word_embeddings": config.is_tied,
             "use_sliding_window": False,
-            "vocab_size": config.num_words,
+            "vocab_size": config.vocab_size,
         },
         "tie_word_embeddings": config.is_tied,
         "transformers_version": "5.23.0",  # of the layout of these files

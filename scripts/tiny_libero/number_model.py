@@ -61,10 +61,10 @@ def build_number_config(
             window=112,
             full_blocks=frozenset(range(1, sizes.vision_blocks, 2)),
         ),
-        num_words=num_words,
+        vocab_size=num_words,
         mrope_section=(_BY_TIME, _BY_ROW, head_dim // 2 - _BY_TIME - _BY_ROW),
         is_tied=True,
-        ids=ids,
+        answer_ids=ids,
         statistics={},
     )
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from deft_client.datasets.demonstrations import Demonstration
 from deft_client.peers.conventions import to_robosuite
 from deft_draft_training.errors import DataError
-from deft_policies.families.vla0.network import load_tokenizer
+from deft_policies.checkpoint.config import load_tokenizer
 from deft_policies.families.vla0.run_folder import RunFolder, read_run
 from scripts.tiny_libero.data import PolicySamples
 from scripts.tiny_libero.episodes import auxiliary_positions, request_of, step_weights

@@ -346,7 +346,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
         raise CheckpointError(f"{path} is missing; {remedy}")
     fields = JsonFields.load(path, remedy)
     if fields.section("model").value("type", str, "unknown") != "BPE":
-        raise fields.error("model.type", "is not BPE, which Llama's tokenizers are")
+        raise fields.error("model.type", "is not BPE, which the tokenizers of Llama and Qwen are")
     try:
         tokenizer: Tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001 - the library raises nothing more precise

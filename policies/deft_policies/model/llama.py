@@ -72,22 +72,22 @@ class RotaryTable(nn.Module):
 
 
 class MRopeTable(RotaryTable):
-    """Qwen2.5-VL's M-RoPE where pictures stand at the same slots of every sequence.
+    """M-RoPE of Qwen2.5-VL, where pictures stand at the same slots of every sequence.
 
     A token has three positions: time, row and column; sections of the frequencies turn by one each.
     What slot a token is in says all three, so passes go on counting slots.
     """
 
-    def __init__(self, sizes: LlamaSizes, places: Tensor, sections: Sequence[int]) -> None:
-        """`places` [3, slot] of a sequence; the slots behind them go on counting."""
+    def __init__(self, sizes: LlamaSizes, positions: Tensor, mrope_section: Sequence[int]) -> None:
+        """`positions` [3, slot] of a prompt; the slots behind it go on counting."""
         super().__init__(sizes)
-        more = torch.arange(1, sizes.max_positions - places.shape[1] + 1)
-        self._places = torch.cat((places, (places.max() + more).expand(3, -1)), dim=1)
-        self._sections = sections
+        more = torch.arange(1, sizes.max_positions - positions.shape[1] + 1)
+        self._positions = torch.cat((positions, (positions.max() + more).expand(3, -1)), dim=1)
+        self._mrope_section = torch.tensor(mrope_section)
 
     def _angles(self) -> Tensor:
-        kinds = torch.arange(3).repeat_interleave(torch.tensor(self._sections))
-        return self._places[kinds].t().float() * self.frequencies()
+        kinds = torch.arange(3).repeat_interleave(self._mrope_section)
+        return self._positions[kinds].t().float() * self.frequencies()
 
 
 class RMSNorm(nn.Module):

@@ -137,7 +137,7 @@ def test_what_was_taught_is_served_as_it_was_taught(demos: Path, tmp_path: Path)
         hidden = net(
             trainer._look(batch.frames), prepared.run.grid, batch.ids, batch.prompt_lengths, 1
         )
-        taught = net.decoder.head(hidden)[0, 0, list(model.network.config.ids)]
+        taught = net.decoder.head(hidden)[0, 0, list(model.network.config.answer_ids)]
         frame = Observation(batch.frames[0].numpy(), asked)
         prompts = model.see([frame], StageClock(torch.device("cpu")))
         served = model.network.decoder(prompts.embeds)[0, int(prompts.lengths[0]) - 1]

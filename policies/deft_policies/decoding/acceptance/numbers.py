@@ -69,12 +69,9 @@ class _Place:
 
 def _reach(value: int, length: int, largest: int) -> tuple[int, int]:
     """The least and the most that a number can be which begins with these digits."""
-    most = value
-    for more in range(1, len(str(largest)) - length + 1):
-        first = value * 10**more
-        if first <= largest:
-            most = max(most, min(first + 10**more - 1, largest))
-    return value, most
+    powers = [10**more for more in range(1, len(str(largest)) - length + 1)]
+    longer = [min((value + 1) * one - 1, largest) for one in powers if value * one <= largest]
+    return value, max([value, *longer])
 
 
 def _read(written: WrittenNumbers, num_numbers: int | None = None) -> _Place:

@@ -32,19 +32,16 @@ def split_numbers(tokens: Sequence[int]) -> list[Number]:
 
 def moved(numbers: Sequence[Number], num_executed: int, action_dim: int) -> list[Number]:
     """Without the rows that were executed; the last row stands for the new ones, too."""
-    rest, last = list(numbers[num_executed * action_dim :]), list(numbers[-action_dim:])
-    missing = len(numbers) - len(rest)
-    return rest + (last * (missing // action_dim + 1))[:missing]
+    new_rows = list(numbers[-action_dim:]) * min(num_executed, len(numbers))
+    return [*numbers[num_executed * action_dim :], *new_rows][: len(numbers)]
 
 
 def rest_of(numbers: Sequence[Number], index: int, num_digits: int) -> list[int]:
     """Tokens from a number on, behind so many of its digits, up to the end."""
     if index >= len(numbers):
         return [END]
-    tokens = list(numbers[index][num_digits:])
-    for number in numbers[index + 1 :]:
-        tokens += [SPACE, *number]
-    return [*tokens, END]
+    later = [token for number in numbers[index + 1 :] for token in (SPACE, *number)]
+    return [*numbers[index][num_digits:], *later, END]
 
 
 def find_run(numbers: Sequence[Number], written: Sequence[Number], ahead: int) -> int | None:

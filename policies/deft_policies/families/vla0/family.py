@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deft_policies.checkpoint.config import load_tokenizer
 from deft_policies.checkpoint.lora import LoraAdapter
 from deft_policies.checkpoint.open import (
     CheckpointSource,
@@ -25,11 +26,10 @@ from deft_policies.families.vla0.network import (
     Vla0Network,
     find_ids,
     find_places,
-    load_tokenizer,
     new_name,
     read_config,
 )
-from deft_policies.families.vla0.run_folder import find_run, read_run
+from deft_policies.families.vla0.run_folder import find_run_folder, read_run
 from deft_policies.model.formats import Quantization
 from deft_policies.model.graphs import Reserve, StepRunner
 from deft_policies.model.quantization import check_quantization
@@ -82,7 +82,7 @@ class Vla0Family(Family):
     @staticmethod
     def matches(source: CheckpointSource | None, options: ModelOptions) -> bool:
         """By the configuration of its training."""
-        return source is not None and find_run(source.tuned) is not None
+        return source is not None and find_run_folder(source.tuned) is not None
 
     @property
     def weight_folders(self) -> list[Path]:
@@ -118,4 +118,4 @@ class Vla0Family(Family):
         """What is kept of a stored weight, with the adapter's change."""
         if self._adapter is not None:
             weight = self._adapter.merge(self._adapted.get(name, name), weight)
-        return weight[list(self.config.ids)] if name == HEAD else weight
+        return weight[list(self.config.answer_ids)] if name == HEAD else weight

@@ -50,22 +50,21 @@ class Vla0(TokenModel):
         runner: StepRunner,
         max_tokens: int,
     ) -> None:
-        self.run, self._max_tokens = run, max_tokens
+        self.run, self._max_tokens, config = run, max_tokens, network.config
         encode = partial(encode_prompt, tokenizer, run)
         # Pictures stand before the instruction, so at the same places of every prompt.
         ids, pad = encode(""), tokenizer.token_to_id(IMAGE_PAD)
         assert pad is not None  # the prompt holds it
         self._slots = [slot for slot, one in enumerate(ids) if one == pad]
-        sizes, config = network.config.llm, network.config
-        self._characters = dict(zip(config.ids, (*CHARACTERS, ""), strict=True))
+        self._characters = dict(zip(config.answer_ids, (*CHARACTERS, ""), strict=True))
         positions = mrope_positions(ids, pad, run.grid)
-        network.decoder.rotary = MRopeTable(sizes, positions, config.mrope_section)
+        network.decoder.rotary = MRopeTable(config.llm, positions, config.mrope_section)
         self.target = Target(network.decoder, TokenRange(0, END), runner=runner)
         self.target.repetition_penalty = run.repetition_penalty
-        super().__init__(network, encode, None, network.config.statistics, runner)
+        super().__init__(network, encode, None, config.statistics, runner)
         self.num_steps = run.num_steps
         self.num_pictures = run.num_cameras
-        self.longest_prompt = sizes.max_positions - max_tokens - WIDEST - 1
+        self.longest_prompt = config.llm.max_positions - max_tokens - WIDEST - 1
         self.details = {
             "cameras": f"image and {run.num_cameras - 1} whose names contain 'wrist'",
             "pictures": "tiled" if run.is_tiled else "one of each camera",
@@ -82,12 +81,12 @@ class Vla0(TokenModel):
         groups = POSE if run.action_dim == len(POSE) else (DimensionGroup.MOVE,) * run.action_dim
         no_classes = (None,) * run.action_dim
         space = ActionSpace(groups, tuple(units.tolist()), no_classes, run.num_bins)
-        return AnswerSpec(self._max_tokens, END, space, self.network.config.ids)
+        return AnswerSpec(self._max_tokens, END, space, self.network.config.answer_ids)
 
     def decode(self, key: str, values: Values) -> NDArray[np.float64]:
         """The actions of a valid answer, [step, action_dim]."""
         text, _ = self.read_text(values.tolist())
-        has_ended = values[-1:].tolist() == [self.network.config.ids[END]]
+        has_ended = values[-1:].tolist() == [self.network.config.answer_ids[END]]
         return to_actions(read_numbers_text(text, has_ended, self.run), self.run)
 
     def decode_begun(self, key: str, values: Values) -> NDArray[np.float64]:
@@ -118,7 +117,7 @@ class Vla0(TokenModel):
         embeds = self.network.embed_tokens(to_device(padded, self.device))
         embeds[:, self._slots] = tokens
         clock.lap(Stage.VISION)
-        seen = [[one in ids for one in self.network.config.ids] for ids in map(set, texts)]
+        seen = [[one in ids for one in self.network.config.answer_ids] for ids in map(set, texts)]
         is_penalised = self.target.repetition_penalty != 1.0
         return Prompts(
             embeds=embeds,

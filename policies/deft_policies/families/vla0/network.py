@@ -25,7 +25,6 @@ from deft_policies.model.vla import VlaNetwork
 
 CHARACTERS = "0123456789 "  # of an answer; behind them stands its end
 _MOST_POSITIONS = 4096  # more than any prompt and answer have: a table of angles is kept of them
-_FRAME_SIZE = 256  # of LIBERO's cameras
 _LAYERS = "model.language_model."  # how names of the decoder's tensors begin
 HEAD = "lm_head.weight"
 _BIASED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -37,22 +36,13 @@ class Vla0Config:
 
     llm: LlamaSizes  # of a decoder that knows twelve tokens
     vision: QwenVisionSizes
-    num_words: int  # rows of the whole table
+    vocab_size: int  # of the tokenizer, padding included
     mrope_section: tuple[int, ...]  # of frequencies, that turn by time, row and column
     is_tied: bool  # the head is the table
-    ids: tuple[int, ...]  # of the twelve tokens
+    answer_ids: tuple[int, ...]  # of the twelve tokens
     statistics: Mapping[str, ActionStatistics]
     training: TrainingNotes = TrainingNotes()
-    frame_size: int = _FRAME_SIZE
-
-
-def load_tokenizer(model: Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder."""
-    path = model / "tokenizer.json"
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
-        raise CheckpointError(f"{path} cannot be read: {error}; restore it") from error
+    frame_size: int = 256  # of LIBERO's cameras
 
 
 def find_ids(tokenizer: Tokenizer, model: Path) -> tuple[int, ...]:
@@ -100,10 +90,10 @@ def read_config(
     return Vla0Config(
         llm=llm,
         vision=_read_vision(fields.section("vision_config"), width),
-        num_words=text.count("vocab_size", 1 << 24),
+        vocab_size=text.count("vocab_size", 1 << 24),
         mrope_section=mrope_section,
         is_tied=fields.value("tie_word_embeddings", bool, False),
-        ids=ids,
+        answer_ids=ids,
         statistics=statistics,
     )
 
@@ -138,13 +128,13 @@ class Vla0Network(VlaNetwork):
         self.config = config
         self.vision = QwenVision(config.vision)
         width = config.llm.width
-        table = torch.empty(config.num_words, width)
-        self.embed_tokens = nn.Embedding(config.num_words, width, _weight=table)
+        table = torch.empty(config.vocab_size, width)
+        self.embed_tokens = nn.Embedding(config.vocab_size, width, _weight=table)
         self.decoder = LlamaDecoder(config.llm)
 
     def take_answer_rows(self) -> None:
         """Give the decoder the twelve rows of the table that it knows."""
-        rows = self.embed_tokens.weight[list(self.config.ids)]
+        rows = self.embed_tokens.weight[list(self.config.answer_ids)]
         self.decoder.embedding.weight.copy_(rows)
         if self.config.is_tied:
             self.decoder.head.weight.copy_(rows)
@@ -152,7 +142,7 @@ class Vla0Network(VlaNetwork):
 
 def find_places(config: Vla0Config) -> tuple[TensorPlace, ...]:
     """Every tensor of a checkpoint; `decoder.head.weight` takes twelve rows of what is stored."""
-    llm, table = config.llm, (config.num_words, config.llm.width)
+    llm, table = config.llm, (config.vocab_size, config.llm.width)
     with torch.device("meta"):
         vision = QwenVision(config.vision).named_parameters()
     places = [

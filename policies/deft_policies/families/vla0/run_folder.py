@@ -42,7 +42,7 @@ class RunFolder:
     num_steps: int
     action_dim: int
     num_bins: int
-    names_pictures: bool  # `Picture 1: ` stands before a picture
+    names_pictures: bool  # `add_vision_id`: `Picture 1: ` stands before a picture
     lowest: NDArray[Any]  # [action_dim], float64 or float32: actions are computed in it
     highest: NDArray[Any]
     repetition_penalty: float
@@ -64,7 +64,7 @@ class RunFolder:
         return side, side * self.num_cameras // self.num_pictures
 
 
-def find_run(directory: Path) -> Path | None:
+def find_run_folder(directory: Path) -> Path | None:
     """This folder or the one above it, whichever is a run of VLA-0."""
     for folder in (directory, directory.parent):
         if (folder / RUN_FILE).is_file() and any(folder.glob("dataset_stats.*")):
@@ -77,7 +77,7 @@ def read_run(directory: Path, base: Path | None = None) -> RunFolder:
 
     An adapter's `base` is looked for where the adapter says, unless it is given.
     """
-    run = find_run(directory)
+    run = find_run_folder(directory)
     if run is None:
         raise CheckpointError(
             f"neither {directory} nor the folder above it has {RUN_FILE} and dataset_stats; give "

@@ -140,7 +140,7 @@ def observe(frame: dict[str, Any]) -> Observation:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_first_logits_and_what_the_penalty_makes_of_them(name: str) -> None:
     model = model_of(name)
-    columns = [model.network.config.ids.index(one) for one in variant(name)["allowed_ids"]]
+    columns = [model.network.config.answer_ids.index(one) for one in variant(name)["allowed_ids"]]
     for expected in variant(name)["first_step"]:
         frame = variant(name)["cases"][expected["case"]]
         with torch.inference_mode():
