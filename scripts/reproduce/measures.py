@@ -23,8 +23,9 @@ from deft_client.libero.report.summary import RunSummary, summarise
 from deft_client.libero.report.tables import interval_text, success_text
 from deft_client.libero.results.store import RunResults
 from deft_client.measures.answers import AnswerRecord
-from deft_client.measures.speculation import Speculation
+from deft_client.measures.speculation import Speculation, speculation_of
 from deft_client.measures.speed import SpeedUp
+from deft_client.measures.statistics import LEAST_EPISODES, bootstrap_interval
 from deft_client.measures.table import NOTHING
 from deft_policies.decoding.methods import find_method
 from scripts.predict_gpu import HeadWork, action_ms
@@ -288,8 +289,22 @@ def _rate(results: RowResults, _: str) -> Cell:
     return _number(1000 * results.row.batch * len(spent) / sum(spent) if spent else None, ".1f")
 
 
-def _passes(found: RunSummary | None) -> Cell:
-    return _number(found.speculation.passes_per_action if found and found.speculation else None)
+def _passes(run: RunResults | None) -> Cell:
+    return _drawn(run, lambda one: (one.num_passes, one.num_answers))
+
+
+def _drawn(run: RunResults | None, counts: Callable[[Speculation], tuple[float, int]]) -> Cell:
+    """A ratio of sums over episodes, with the interval of drawing them anew."""
+    found = [] if run is None else [speculation_of(record.answers) for record in run.records]
+    counted = np.array([counts(one) for one in found if one is not None], np.float64)
+    if not len(counted) or not counted[:, 1].any():
+        return _EMPTY
+    value = float(counted[:, 0].sum() / counted[:, 1].sum())
+    if len(counted) < LEAST_EPISODES:
+        return _number(value)
+    drawn = bootstrap_interval(counted, lambda sums: sums[:, 0] / sums[:, 1])
+    interval = f" ({drawn.low:.2f} to {drawn.high:.2f})" if drawn.high > drawn.low else ""
+    return _number(value, unit=interval)
 
 
 def _stage(results: RowResults, name: str) -> Cell:
@@ -314,7 +329,9 @@ def _pass_ms(results: RowResults, _: str) -> Cell:
 
 
 def _committed(results: RowResults, _: str) -> Cell:
-    return _number(results.drafted.committed_length if results.drafted else None)
+    return _drawn(
+        results.replayed, lambda one: (one.num_checked * one.committed_length, one.num_checked)
+    )
 
 
 def _relaxed(results: RowResults, _: str) -> Cell:
@@ -349,7 +366,7 @@ MEASURES: Mapping[str, Measure] = MappingProxyType(
         "played-passes": Measure(
             "passes, played",
             "forward passes of the model for an action in the played episodes, prefill included",
-            lambda one, _: _passes(one.played_summary),
+            lambda one, _: _passes(one.played),
         ),
         "frames": Measure(
             "frames",
@@ -358,12 +375,12 @@ MEASURES: Mapping[str, Measure] = MappingProxyType(
         ),
         "passes": Measure(
             "passes",
-            "forward passes of the model for an action, prefill included",
-            lambda one, _: _passes(one.summary),
+            "forward passes of the model for an action, prefill included (95%: episodes drawn)",
+            lambda one, _: _passes(one.replayed),
         ),
         "committed": Measure(
             "committed length",
-            "tokens that a pass with guesses settles: the accepted ones and one more (tau)",
+            "tokens that a pass with guesses settles: the accepted ones and one more (95% too)",
             _committed,
         ),
         "relaxed": Measure(
@@ -379,7 +396,7 @@ MEASURES: Mapping[str, Measure] = MappingProxyType(
         "served-passes": Measure(
             "passes, as served",
             "the same of the frames that were timed, with the plans that the guard chose",
-            lambda one, _: _passes(one.timed_summary),
+            lambda one, _: _passes(one.timed),
             is_time=True,
         ),
         "served-equal": Measure(

@@ -38,7 +38,7 @@ from scripts.reproduce.page import (
     write,
 )
 from scripts.reproduce.played import Played
-from scripts.reproduce.record import FrameSet, PolicyWords, Replays, chances
+from scripts.reproduce.record import FrameSet, PolicyWords, Replays, chances, measured_chances
 from scripts.reproduce.runs import table_of
 from scripts.reproduce.study import (
     FOLDER,
@@ -576,6 +576,15 @@ def test_every_number_of_a_committed_page_comes_from_its_lines(page):
     assert check(page) == []
 
 
+def test_lengths_have_the_interval_of_drawing_five_episodes_anew():
+    def passes(num_episodes: int) -> tuple[str, float | None]:
+        records = [record(trial=one, passes=(0,) * (3 + one % 2)) for one in range(num_episodes)]
+        return cell_of("passes", RowResults(Row(""), RunResults(Path(), header(), tuple(records))))
+
+    assert passes(4) == ("3.50", 3.5)
+    assert passes(5) == ("3.40 (3.00 to 3.80)", 3.4)
+
+
 def test_chances_are_counted_token_by_token():
     answers = [
         AnswerRecord(0, 0, StageTimings(), accepted=(2, 0, 1), guesses=(6, 3, 2)),
@@ -583,6 +592,29 @@ def test_chances_are_counted_token_by_token():
     ]
     # Tokens 1, 2 stood and 3 fell; 4 fell; 5 stood and 6 fell. Then 1 fell, and 2 to 6 stood.
     assert chances(answers, 7, 7) == (1 / 2, 1.0, 1 / 2, 1 / 2, 1.0, 1 / 2, 0.0)
+
+
+def test_drafts_stand_as_often_as_those_of_the_committed_lines():
+    """Of tokens 1 to 7; the last is always the target's own."""
+    found = measured_chances("lossless:drafts=previous")
+    assert found[6] == 0.0
+    assert all(0.0 < one < 1.0 for one in found[:6])
+    assert min(measured_chances("spec-vla-published")[1:7]) > 0.0
+
+
+def test_a_study_of_times_alone_measures_scripted_drafts_at_any_size(tmp_path, data, capsys):
+    out = tmp_path / "out"
+    flags = ["--random-weights", "small", "--threads", "1", "--decoding", PLAIN]
+    arguments = ["full-size", "--no-episodes", "--recording", str(data), "--time", "5"]
+    assert main([*arguments, "--out", str(out), *flags]) == 0
+    assert not (out / "frames").exists()
+    results = ResultsFolder(out)
+    found = {one.row.name: one for one in results.rows_of(results.table("full-size", "answers"))}
+    passes = {name: cell_of("served-passes", one)[1] for name, one in found.items()}
+    assert passes["plain"] == 7.0
+    assert all(1.0 <= number < 7.0 for name, number in passes.items() if name != "plain")
+    assert {cell_of("served-equal", one)[0] for one in found.values()} == {"100.0%"}
+    assert check(out) == []
 
 
 def test_a_loop_of_transformers_answers_as_plain_decoding(tmp_path, data):
