@@ -334,6 +334,16 @@ def _committed(results: RowResults, _: str) -> Cell:
     )
 
 
+def _without_action(results: RowResults) -> Cell:
+    records = () if results.replayed is None else results.replayed.records
+    steps = sum(len(one.answers) for one in records)
+    return (
+        _number(100 * sum(one.held_steps for one in records) / steps, ".1f", "%")
+        if steps
+        else _EMPTY
+    )
+
+
 def _relaxed(results: RowResults, _: str) -> Cell:
     found = results.drafted
     return _number(100 * found.relaxed_share if found else None, ".1f", "%")
@@ -382,6 +392,11 @@ MEASURES: Mapping[str, Measure] = MappingProxyType(
             "committed length",
             "tokens that a pass with guesses settles: the accepted ones and one more (95% too)",
             _committed,
+        ),
+        "no-action": Measure(
+            "answers without an action",
+            "share of the frames whose text ends in none; the robot would hold",
+            lambda one, _: _without_action(one),
         ),
         "relaxed": Measure(
             "relaxed tokens",

@@ -17,6 +17,7 @@ from itertools import groupby
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from deft_client.datasets.episodes import StoredEpisode
@@ -238,10 +239,18 @@ def _record(key: TrialKey, instruction: str, run: Replay, is_timed: bool) -> Epi
         key=key,
         instruction=instruction,
         outcome=Outcome.REPLAYED,
-        actions=np.array([to_robosuite(one.chunk.actions[0]) for one in run.answers]),
+        actions=np.array([_executed(one.chunk) for one in run.answers]),
         answers=tuple(answers),
+        held_steps=sum(not len(one.chunk.actions) for one in run.answers),
         worked_s=sum(one.worked_ms for one in run.answers) / 1000 if is_timed else 0.0,
         finished_s=time.time(),
+    )
+
+
+def _executed(chunk: ActionChunk) -> NDArray[np.float64]:
+    """What a robot does with an answer; where that has no action, it holds."""
+    return (
+        to_robosuite(chunk.actions[0]) if len(chunk.actions) else np.zeros(chunk.actions.shape[1])
     )
 
 

@@ -585,6 +585,16 @@ def test_lengths_have_the_interval_of_drawing_five_episodes_anew():
     assert passes(5) == ("3.40 (3.00 to 3.80)", 3.4)
 
 
+def test_where_an_answer_has_no_action_the_robot_holds(tmp_path, data):
+    cut_short = PolicyWords(
+        "tiny-libero", ("--threads", "1", "--family", "ecot", "--max-tokens", "9")
+    )
+    Replays(cut_short, tmp_path).record([Row("plain")], FrameSet(data, 2))
+    run = load_run(tmp_path / "frames" / PLAIN)
+    assert not run.records[0].actions.any()
+    assert cell_of("no-action", RowResults(Row("plain"), run)) == ("100.0%", 100.0)
+
+
 def test_chances_are_counted_token_by_token():
     answers = [
         AnswerRecord(0, 0, StageTimings(), accepted=(2, 0, 1), guesses=(6, 3, 2)),
