@@ -385,12 +385,14 @@ MEASURES: Mapping[str, Measure] = MappingProxyType(
         ),
         "passes": Measure(
             "passes",
-            "forward passes of the model for an action, prefill included (95%: episodes drawn)",
+            "forward passes of the model for an action, prefill included, "
+            "with a 95% interval over episodes",
             lambda one, _: _passes(one.replayed),
         ),
         "committed": Measure(
             "committed length",
-            "tokens that a pass with guesses settles: the accepted ones and one more (95% too)",
+            "tokens that a pass with guesses settles, the accepted ones and one more, "
+            "with a 95% interval over episodes",
             _committed,
         ),
         "no-action": Measure(
