@@ -245,11 +245,11 @@ class VlaPolicy:
             for way in self._token_models
         ]
         every = dict.fromkeys((self.method.name, *names))
-        for index, name in enumerate(every, 1):
-            took = time.perf_counter() - started
-            _log.info(
-                "capturing rounds of %s (%d of %d), %.0f s so far", name, index, len(every), took
-            )
+        for done, name in enumerate(every):
+            _log.info("capturing rounds of %s (%d of %d)", name, done + 1, len(every))
+            if done:
+                left = (time.perf_counter() - started) / done * (len(every) - done)
+                _log.info("about %.0f s to go", left)
             method = self.method_for(ActOptions(decoding=name))
             for way, prompts in batches:
                 lengths = {form.max_tokens: form for form in way.forms.values()}
