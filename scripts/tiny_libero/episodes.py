@@ -16,8 +16,10 @@ from deft_client.datasets.demonstrations import (
     load_demonstration,
 )
 from deft_draft_training.errors import DataError
+from deft_policies.model.sizes import TrainingNotes
 from scripts.tiny_libero.data import Request
 from scripts.tiny_libero.language import CARRYING, PATTERNS, SEEKING, Facts, reasoning
+from scripts.tiny_libero.play import HELD_OUT
 
 _DECIMETRES = 10.0  # positions of a few decimetres become numbers of order one
 
@@ -65,6 +67,15 @@ def request_of(episode: Demonstration) -> Request:
         return Request(header.instruction)
     told = PATTERNS[0].format(thing=header.subject, place=header.place)
     return Request(told, header.subject, header.place)
+
+
+def training_notes(episodes: Sequence[Demonstration]) -> TrainingNotes:
+    """What a checkpoint says of the episodes that it was taught by."""
+    return TrainingNotes(
+        instructions=tuple(sorted({request_of(one).instruction for one in episodes})),
+        assets=", ".join(sorted({one.header.assets for one in episodes})),
+        held_out={one.header.suite: HELD_OUT for one in episodes},
+    )
 
 
 def auxiliary_positions(episode: Demonstration) -> NDArray[np.float32]:

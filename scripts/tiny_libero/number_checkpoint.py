@@ -5,13 +5,14 @@ A folder appears whole or not at all.
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from deft_client.files import creating
-from deft_policies.checkpoint.config import CONFIG_FILE, PREPROCESSOR_FILE
+from deft_policies.checkpoint.config import CONFIG_FILE, PREPROCESSOR_FILE, TRAINING_FILE
 from deft_policies.checkpoint.tensor_file import MODEL_FILE, write_tensors
 from deft_policies.families.vla0.network import Vla0Config
 from deft_policies.families.vla0.prompt import END, IMAGE_PAD
@@ -57,6 +58,7 @@ def write_number_checkpoint(
         model.mkdir()
         write_tensors(tensors, model / MODEL_FILE, {"format": "pt"})
         _write_json(model / CONFIG_FILE, _describe_model(config, tokenizer, dtype))
+        _write_json(model / TRAINING_FILE, asdict(config.training))
         _write_json(model / PREPROCESSOR_FILE, _describe_processor(run))
         _write_json(model / "generation_config.json", _describe_generation(run, tokenizer))
         _write_json(model / "chat_template.json", {"chat_template": _TEMPLATE})

@@ -1,7 +1,7 @@
 """From demonstrations to a policy that writes numbers: statistics, tokenizer, numbers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -15,8 +15,14 @@ from deft_client.peers.conventions import to_robosuite
 from deft_draft_training.errors import DataError
 from deft_policies.checkpoint.config import load_tokenizer
 from deft_policies.families.vla0.run_folder import RunFolder, read_run
+from deft_policies.model.sizes import TrainingNotes
 from scripts.tiny_libero.data import PolicySamples
-from scripts.tiny_libero.episodes import auxiliary_positions, request_of, step_weights
+from scripts.tiny_libero.episodes import (
+    auxiliary_positions,
+    request_of,
+    step_weights,
+    training_notes,
+)
 from scripts.tiny_libero.language import PATTERNS, PLACES, THINGS
 from scripts.tiny_libero.number_checkpoint import write_number_checkpoint
 from scripts.tiny_libero.number_fit import run_of
@@ -33,6 +39,7 @@ class PreparedNumbers:
     tokenizer: Tokenizer
     samples: PolicySamples
     repeated: NDArray[np.float64]  # share of numbers that the next frame has again, by dimension
+    training: TrainingNotes
 
 
 def prepare_numbers(episodes: Sequence[Demonstration], kept: Path | None = None) -> PreparedNumbers:
@@ -56,7 +63,8 @@ def prepare_numbers(episodes: Sequence[Demonstration], kept: Path | None = None)
     samples = PolicySamples.join(
         _samples(one, numbers_of) for one, numbers_of in zip(episodes, numbers, strict=True)
     )
-    return PreparedNumbers(run, tokenizer, samples, repeated_share([one[:, 0] for one in numbers]))
+    repeated = repeated_share([one[:, 0] for one in numbers])
+    return PreparedNumbers(run, tokenizer, samples, repeated, training_notes(episodes))
 
 
 def _samples(episode: Demonstration, numbers: NDArray[np.int64]) -> PolicySamples:
@@ -78,4 +86,5 @@ def write_numbers(
         name: tensor.detach().to("cpu", dtype).contiguous()
         for name, tensor in net.named_tensors().items()
     }
-    write_number_checkpoint(directory, prepared.run, net.config, tensors, prepared.tokenizer)
+    config = replace(net.config, training=prepared.training)
+    write_number_checkpoint(directory, prepared.run, config, tensors, prepared.tokenizer)

@@ -21,7 +21,7 @@ from deft_policies.checkpoint.config import load_tokenizer
 from deft_policies.errors import PolicyError
 from deft_policies.families.action_tokens import ActionCodec
 from deft_policies.model.prompt import PromptTemplate
-from deft_policies.model.sizes import OpenVLAConfig, TrainingNotes
+from deft_policies.model.sizes import OpenVLAConfig
 from deft_policies.model.statistics import ActionStatistics
 from scripts.tiny_libero.checkpoint_writer import write_checkpoint
 from scripts.tiny_libero.data import PolicySamples
@@ -32,13 +32,13 @@ from scripts.tiny_libero.episodes import (
     request_of,
     step_weights,
     thoughts,
+    training_notes,
 )
 from scripts.tiny_libero.fit import PolicyFitConfig, PolicyTrainer
 from scripts.tiny_libero.language import TAGS, vocabulary
 from scripts.tiny_libero.model import PolicyModelConfig, PolicyNet, build_config
 from scripts.tiny_libero.number_fit import NumberFitConfig, NumberTrainer
 from scripts.tiny_libero.number_samples import prepare_numbers, write_numbers
-from scripts.tiny_libero.play import HELD_OUT
 from scripts.tiny_libero.tokenizer import build_tokenizer
 
 _MOVING = 0.02  # of the largest command; less counts as standing still
@@ -75,17 +75,16 @@ def prepare(
     """
     if not episodes:
         raise DataError("none of the demonstrations succeeded; nothing to train on")
-    requests = sorted({request_of(one) for one in episodes}, key=lambda one: one.instruction)
-    instructions = tuple(one.instruction for one in requests)
+    notes = training_notes(episodes)
     statistics = kept.statistics if kept else measure_statistics(episodes)
-    tokenizer = kept.tokenizer if kept else build_tokenizer((*instructions, *vocabulary()), TAGS)
-    assets = ", ".join(sorted({one.header.assets for one in episodes}))
+    tokenizer = (
+        kept.tokenizer if kept else build_tokenizer((*notes.instructions, *vocabulary()), TAGS)
+    )
     taught = {PromptTemplate.OPENVLA: 1 - thinking_share, PromptTemplate.ECOT: thinking_share}
     prompts = tuple(prompt.value for prompt, share in taught.items() if share > 0)
-    held_out = {one.header.suite: HELD_OUT for one in episodes}
     config = replace(
         build_config(sizes, tokenizer.get_vocab_size(), {statistics_key: statistics}),
-        training=TrainingNotes(instructions, assets, prompts, held_out),
+        training=replace(notes, prompts=prompts),
     )
     samples = PolicySamples.join(_samples(one, config, statistics) for one in episodes)
     return Prepared(config, tokenizer, samples)

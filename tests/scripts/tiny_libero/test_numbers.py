@@ -126,6 +126,7 @@ def test_what_was_taught_is_served_as_it_was_taught(demos: Path, tmp_path: Path)
     write_numbers(net, prepared, tmp_path / "taught", torch.float32)
     policy = load_policy(ModelOptions(checkpoint=str(tmp_path / "taught")))
     assert isinstance(policy, VlaPolicy)
+    assert policy.info.held_out == {episodes[0].header.suite: "30-39"}
     model = policy.model
     assert isinstance(model, Vla0)
 

@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
+from deft_policies.checkpoint.config import load_training
 from deft_policies.checkpoint.fields import JsonFields
 from deft_policies.errors import CheckpointError
 from deft_policies.families.vla0.prompt import END
@@ -95,6 +96,7 @@ def read_config(
         is_tied=fields.value("tie_word_embeddings", bool, False),
         answer_ids=ids,
         statistics=statistics,
+        training=load_training(model),
     )
 
 
