@@ -168,7 +168,7 @@ def next_command(contenders: Sequence[Contender], report: Report, given: Namespa
             for one, speed, how in found
             if one.decoding is not None and one.batch_size == 1
         ),
-        key=lambda row: row[0].total.p50,
+        key=lambda row: row[0].total.mean,
     )
     target = target_flags(given)
     equal = [(speed, one) for speed, one, share in asked_for if share == 1.0]

@@ -57,7 +57,7 @@ def judge(method: Method, scored: ScoredTree, keys: Tensor, steps: int) -> Pass:
     guesses in its place never count. What a step holds beyond `num` is anything.
     """
     tree = scored.tree
-    path, num, bonus, target_tokens = _accept(method, scored, keys, steps)
+    path, num, bonus, target_tokens = _find_path(method, scored, keys, steps)
     tokens = target_tokens
     if path.shape[1] > 1 and not method.rule.is_exact:  # the next draft on the path, or the bonus
         drafted = tree.tokens.gather(1, path[:, 1:])
@@ -68,7 +68,7 @@ def judge(method: Method, scored: ScoredTree, keys: Tensor, steps: int) -> Pass:
     return Pass(tree, scored.predictions, path, num, bonus, tokens, target_tokens, answers)
 
 
-def _accept(method: Method, scored: ScoredTree, keys: Tensor, steps: int) -> Accepted:
+def _find_path(method: Method, scored: ScoredTree, keys: Tensor, steps: int) -> Accepted:
     tree, rule = scored.tree, method.rule
     if method.temperature > 0.0 and tree.odds is not None:
         return _ratio_test(scored, tree.odds, keys, method.temperature, steps)

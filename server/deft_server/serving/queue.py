@@ -3,12 +3,12 @@
 A flow is a session, or all frames of one caller that name no session. An owner is an API key, or an
 address where there are none; its flows share what it gets. The rules:
 
-- a session has at most one frame with the policy and one waiting; a newer frame takes the turn of
-  the one that waits;
+- a session has at most one frame with the policy and one waiting; a newer frame replaces the
+  one that waits;
 - owners take turns, and so do the flows of an owner (`TurnOrder`);
 - within a turn the earliest due time goes first. A frame without a deadline is due `patience` after
   it arrived: it goes after frames with deadlines until then, and before them afterwards;
-- the line is bounded. Its last eighth is for frames with a deadline and for owners that have
+- the queue is bounded. Its last eighth is for frames with a deadline and for owners that have
   nothing waiting. A frame that `stays_until_s` may overfill the line: its caller could not try
   again;
 - a frame joins those that are with the policy where, at the price of so many together, none of
@@ -27,7 +27,7 @@ from deft_server.errors import DeadlineError, OverloadedError
 from deft_server.serving.admission import Admission
 from deft_server.serving.request import Request
 
-KEPT_PART = 8  # of the line, one part is kept for frames in a hurry and for owners without any
+KEPT_PART = 8  # of the queue, one part is kept for frames in a hurry and for owners without any
 REMEMBERED_TURNS = 256
 ARREARS = 8  # turns that nobody can be behind by more: they are for who was refused
 
@@ -48,7 +48,7 @@ class FrameQueue:
         self._turns = TurnOrder(patience_s)
         self._frames: dict[Request, None] = {}  # as they came
         self._sessions: dict[str, Request] = {}  # what waits of each session
-        self._staying: Counter[str] = Counter()  # those of each owner that may overfill the line
+        self._staying: Counter[str] = Counter()  # those of each owner that may overfill the queue
 
     def __len__(self) -> int:
         return len(self._frames)
@@ -59,7 +59,7 @@ class FrameQueue:
         return list(self._frames)
 
     def offer(self, frame: Request, now_s: float) -> Request | None:
-        """Let a frame join, and return the older one of its session whose turn it takes.
+        """Queue a frame, and return the older one of its session, which it replaces.
 
         Raises `DeadlineError` or `OverloadedError` where it may not.
         """

@@ -77,7 +77,7 @@ class Scheduler:
         await self._settled.wait()
 
     async def submit(self, request: Request) -> ActionChunk:
-        """Wait for the answer to a frame; cancelling gives up its place."""
+        """Queue a frame and wait for its answer; cancelling takes it out of the queue."""
         now_s = time.monotonic()
         superseded = self.queue.offer(request, now_s)
         if superseded is not None:
