@@ -213,6 +213,13 @@ def baselines_of(policy: VlaPolicy) -> list[TransformersPolicy]:
     return [TransformersPolicy(policy, loop) for loop in BaselineLoop]
 
 
+def find_baseline(policy: VlaPolicy, name: str) -> TransformersPolicy:
+    """One of them, by its name."""
+    if isinstance(policy.model, Vla0):
+        return QwenPolicy(policy, QwenLoop(name), build_qwen(policy.model))
+    return TransformersPolicy(policy, BaselineLoop(name))
+
+
 def build_qwen(model: Vla0) -> Any:
     """Load transformers' Qwen2.5-VL from the files of ours, in its number format."""
     with _quiet():

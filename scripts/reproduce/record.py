@@ -40,7 +40,7 @@ from deft_policies.families.policy import VlaPolicy
 from scripts.reproduce.published import ACTION_LENGTH
 from scripts.reproduce.study import ReproductionError, Row
 from scripts.scripted_drafts import Script, ScriptedPolicy, find_answers
-from scripts.transformers_baseline import BaselineLoop, TransformersPolicy
+from scripts.transformers_baseline import find_baseline
 
 FRAMES, TIMED = "frames", "timed"
 LINES = Path(__file__).parents[2] / "docs/results/tiny-libero/frames.jsonl.gz"
@@ -200,7 +200,7 @@ class Replays:
                 scripted = ScriptedPolicy(policy, script, self._known)
                 contender = Contender(row.slug, scripted, want_reasoning=thinks)
             if row.loop:
-                theirs = TransformersPolicy(policy, BaselineLoop(row.loop))
+                theirs = find_baseline(policy, row.loop)
                 contender = Contender(row.slug, theirs, want_reasoning=thinks)
             options = contender.options(ReplayFrame(first, ""))
             contender.policy.check(first, options)

@@ -50,6 +50,7 @@ from scripts.reproduce.study import (
     load_study,
     study_names,
 )
+from scripts.transformers_baseline import QwenLoop
 from tests import golden_ecot
 from tests.client.libero.episodes import header, record
 from tests.draft_training.made_up import write_demonstrations
@@ -632,6 +633,11 @@ def test_a_loop_of_transformers_answers_as_plain_decoding(tmp_path, data):
     Replays(WORDS, tmp_path).record(rows, FrameSet(data, 2))
     ours, theirs = (load_run(tmp_path / "frames" / row.slug).records[0] for row in rows)
     assert np.array_equal(ours.actions, theirs.actions)
+
+
+def test_the_study_of_vla_0_has_every_loop_of_transformers():
+    rows = load_study(FOLDER / "vla0.toml").rows()
+    assert [one.loop for one in rows if one.loop] == [one.value for one in QwenLoop]
 
 
 def test_runs_stand_beside_the_one_that_is_named(tmp_path):
