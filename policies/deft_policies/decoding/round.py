@@ -123,9 +123,10 @@ class Round:
         shape = self.plan.shape
         if not drafts or (depth <= 0 and not shape.is_full_depth):
             return rows.root_tree(roots)
-        widest, is_prefill = self.batch.widest, rows.last is None
-        copies_text = self.method.is_guarded and kinds.PREVIOUS_ANSWER in self.plan.kinds
-        if copies_text and not is_prefill:
+        widest, plan = self.batch.widest, self.plan.kinds
+        # Of a text much may stand in the prefill; of numbers only a few do at a time.
+        copies_text = kinds.PREVIOUS_ANSWER in plan and rows.last is not None
+        if self.method.is_guarded and (copies_text or kinds.PREVIOUS_NUMBERS in plan):
             widest = min(widest, self.target.text_width)
         limits = DraftLimits(roots, shape, depth, widest)
         found = [(one.kind, one.draft(rows, limits)) for one in drafts]

@@ -16,7 +16,9 @@ from deft_client.types import ActOptions, Observation
 from deft_policies.base import ActRequest
 from deft_policies.commands import act
 from deft_policies.commands.act import Case, answer_cases
+from deft_policies.decoding import engine
 from deft_policies.decoding.clock import StageClock
+from deft_policies.decoding.guard import Choice
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.errors import CheckpointError, RequestError
 from deft_policies.families.loading import examine, load_policy, open_model
@@ -91,6 +93,24 @@ def test_lossless_writes_sessions_in_few_passes(name: str) -> None:
             check(answered, frame)
         passes += [one["passes"] for one in found[1:]]
     assert np.mean(passes) <= MOST_PASSES[name]
+
+
+def test_a_guarded_pass_carries_as_many_guesses_as_pay_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Old numbers stand a few at a time, in the prefill, too."""
+    choice = Choice("previous-numbers", "a guard chooses by time")
+    monkeypatch.setattr(engine, "_choose", lambda guard, rows: choice)
+    policy = load_policy(ModelOptions(checkpoint=str(GOLDEN / "untied"), decoding="lossless"))
+    policy.token_model.target.text_width = 8
+    session, memory = variant("untied")["sessions"][0], SessionMemory()
+    for frame in session["frames"][:2]:
+        shown = observe({**frame, "instruction": session["instruction"]})
+        (answer,) = policy.act([ActRequest(shown, memory)])
+        memory, trace = answer.memory, answer.chunk.trace
+    assert trace is not None
+    assert trace.tokens == tuple(frame["generated_ids"])
+    assert max(len(one.tokens) for one in trace.passes) == 8
 
 
 @pytest.mark.parametrize("decoding", ["autoregressive", "lossless", "numbers"])
