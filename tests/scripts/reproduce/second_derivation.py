@@ -243,7 +243,9 @@ Find = Callable[[str, str], tuple[Run, Run] | None]
 
 
 def _cells(page: Path, key: str, text: str, find: Find) -> Iterator[Cell]:
-    lines = [line.strip()[1:-1] for line in text.splitlines() if line.startswith("|")]
+    first = re.search(r"(^\|.*\n)+", text, re.MULTILINE)  # a published one may follow
+    assert first is not None
+    lines = [line.strip()[1:-1] for line in first[0].splitlines()]
     heading, *rest = [[cell.strip() for cell in line.split("|")] for line in lines]
     for row in rest[1:]:
         for name, printed in zip(heading[1:], row[1:], strict=True):
