@@ -66,9 +66,13 @@ def _of_passes(text: Callable[[Speculation], str]) -> Callable[[Played], str]:
     return cell
 
 
-def _mean_ms(one: Played) -> str:
-    spent = [answer.timings.round_trip_ms for it in one.run.records for answer in it.answers]
-    return f"{sum(spent) / len(spent):.1f}" if spent else NOTHING
+def _mean_ms(stage: str) -> Callable[[Played], str]:
+    def cell(one: Played) -> str:
+        timings = [answer.timings for it in one.run.records for answer in it.answers]
+        spent = [getattr(one, stage) for one in timings]
+        return f"{sum(spent) / len(spent):.1f}" if any(spent) else NOTHING
+
+    return cell
 
 
 def _times(one: Played) -> str:
@@ -134,15 +138,18 @@ _RUNS = (
     ),
 )
 _TIMES = (
-    Column[Played]("method", lambda one: decoding_of(one.run)),
+    Column[Played]("run", lambda one: one.run.header.name),
     Column(
-        "ms an action", _mean_ms, "from the frame sent to the action received, mean over all frames"
+        "ms an action",
+        _mean_ms("round_trip_ms"),
+        "from the frame sent to the action received, mean over all frames",
     ),
+    Column("of these, by the server", _mean_ms("total_ms"), "waiting and computing"),
     Column(
         "times as fast (95%)",
         _times,
-        "plain decoding's milliseconds over the method's, sums over the same "
-        "episodes, played in turn; the interval is of drawing episodes anew",
+        "milliseconds of plain decoding, or else of the first row, over the row's: "
+        "sums over the same episodes, played in turn; the interval is of drawing episodes anew",
     ),
 )
 

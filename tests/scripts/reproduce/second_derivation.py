@@ -48,7 +48,9 @@ class Run:
 
     @property
     def passes(self) -> list[int]:
-        return [len(one) for it in self.episodes.values() for one in it["answers"]["accepted"]]
+        """Of each answer; an episode may have none, where the robot held all the time."""
+        found = [it["answers"].get("accepted", []) for it in self.episodes.values()]
+        return [len(one) for answers in found for one in answers]
 
     @property
     def committed(self) -> list[int]:
@@ -56,8 +58,9 @@ class Run:
         found = []
         for one in self.episodes.values():
             answers = one["answers"]
-            guesses = answers.get("guesses") or [[0] * len(it) for it in answers["accepted"]]
-            for kept, guessed in zip(answers["accepted"], guesses, strict=True):
+            accepted = answers.get("accepted", [])
+            guesses = answers.get("guesses") or [[0] * len(it) for it in accepted]
+            for kept, guessed in zip(accepted, guesses, strict=True):
                 found += [a + 1 for a, b in zip(kept, guessed, strict=True) if b]
         return found
 

@@ -446,7 +446,7 @@ def test_a_page_quotes_an_evaluation_that_belongs_to_no_study(folder, tmp_path):
     assert "90.0% (9/10)" in text
     assert "(10 starts) | 2.00 |" in text
     assert "| 80.0% (8/10) |" in text
-    assert "| within-bins | 15.6 | 1.00 (1.00 to 1.00; 1.00 by medians) |" in text
+    assert "| 15.6 | 14.0 | 1.00 (1.00 to 1.00; 1.00 by medians) |" in text
     page.write_text(text.replace("9/10", "10/10"))
     assert check(page)
     with pytest.raises(ReproductionError, match="it has runs, tasks"):
