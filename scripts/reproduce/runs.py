@@ -69,7 +69,7 @@ def _of_passes(text: Callable[[Speculation], str]) -> Callable[[Played], str]:
 def _mean_ms(stage: str) -> Callable[[Played], str]:
     def cell(one: Played) -> str:
         timings = [answer.timings for it in one.run.records for answer in it.answers]
-        spent = [getattr(one, stage) for one in timings]
+        spent: list[float] = [getattr(each, stage) for each in timings]
         return f"{sum(spent) / len(spent):.1f}" if any(spent) else NOTHING
 
     return cell

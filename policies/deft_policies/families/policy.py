@@ -246,10 +246,11 @@ class VlaPolicy:
         ]
         every = dict.fromkeys((self.method.name, *names))
         for done, name in enumerate(every):
-            _log.info("capturing rounds of %s (%d of %d)", name, done + 1, len(every))
+            left = "first"
             if done:
-                left = (time.perf_counter() - started) / done * (len(every) - done)
-                _log.info("about %.0f s to go", left)
+                each_s = (time.perf_counter() - started) / done
+                left = f"about {each_s * (len(every) - done):.0f} s to go"
+            _log.info("capturing rounds of %s (%d of %d): %s", name, done + 1, len(every), left)
             method = self.method_for(ActOptions(decoding=name))
             for way, prompts in batches:
                 lengths = {form.max_tokens: form for form in way.forms.values()}
