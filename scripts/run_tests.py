@@ -36,8 +36,9 @@ def main(flags: list[str]) -> int:
     if find_spec("ray") is None:
         notice += "\nThe tests on Ray are skipped: make install-ray\n"
     print(notice, end="", flush=True)
-    # One thread per worker: torch would otherwise start one per core in each of them.
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    # One thread per worker: torch would otherwise start one per core in each of them. Tests of two
+    # threads let the other workers run while one waits for the other.
+    environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", **os.environ}
     pytest = [sys.executable, "-m", "pytest", "-m", marks, "--dist", "worksteal"]
     pytest += [flag for flag in flags if flag != ONCE_MORE]
 

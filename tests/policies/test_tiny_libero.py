@@ -118,7 +118,7 @@ def test_lossless_answers_equal_plain_decoding_in_fewer_passes():
 
 
 @pytest.mark.parametrize("aloud", [False, True], ids=["acting", "thinking"])
-@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("num_threads", [1, pytest.param(2, marks=pytest.mark.long(seconds=12))])
 def test_lossless_answers_equal_plain_decoding_in_bfloat16(num_threads: int, aloud: bool):
     threads = torch.get_num_threads()
     policy(Precision.BFLOAT16)  # loading sets a number of its own

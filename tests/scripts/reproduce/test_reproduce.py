@@ -360,6 +360,7 @@ def test_packed_lines_say_the_same_and_go_on_once_they_are_unpacked(folder):
     assert sorted(run.folder.name for run in load_runs(folder / "frames")) == names
 
 
+@pytest.mark.long(seconds=15)
 def test_what_rows_share_of_a_frame_changes_no_line(folder, data, tmp_path):
     """The slow twin: every row by itself, nothing remembered."""
     study = load_study(folder / "studies" / "made-up.toml")
