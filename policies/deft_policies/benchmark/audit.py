@@ -25,7 +25,7 @@ from deft_policies.families.policy import VlaPolicy
 # their own last place and what rounding in every layer before has added; two last places of the
 # largest logit are taken for the two, and reported.
 _BFLOAT16_BITS = 8
-_NEAR_TIE_PLACES = 2
+_ROUNDING_PLACES = 2
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def audit(
         num_actions=len(frames),
         num_tokens=num_tokens,
         num_outside_actions=None if is_text else num_outside,
-        threshold=_NEAR_TIE_PLACES * last_place(largest_logit),
+        threshold=_ROUNDING_PLACES * last_place(largest_logit),
         largest_error=largest_error,
         flips=tuple(flips),
     )
@@ -157,7 +157,7 @@ def describe(report: AuditReport) -> str:
     """The report in words, every flip on a line of its own."""
     lines = [
         f"audit: {report.num_tokens} tokens of {report.num_actions} actions, "
-        f"{len(report.flips)} differ, {len(report.faults)} of them by more than a near tie "
+        f"{len(report.flips)} differ, {len(report.faults)} of them by more than rounding explains "
         f"(threshold {report.threshold:.4f}, largest error of a best logit "
         f"{report.largest_error:.4f})",
     ]
@@ -166,7 +166,7 @@ def describe(report: AuditReport) -> str:
         lines.append(f"audit: {num} tokens lie outside the action range{would}")
     for flip in report.flips:
         words = f"{flip.words}, " if flip.words else ""
-        verdict = "FAULT" if flip in report.faults else "near tie"
+        verdict = "FAULT" if flip in report.faults else "rounding"
         lines.append(
             f"  frame {flip.frame} token {flip.position}: {flip.reference} -> {flip.audited}, "
             f"{words}margin {flip.reference_margin:.4f} (audited {flip.audited_margin:.4f}): "

@@ -61,7 +61,7 @@ def load_rule(found: EntryPoint) -> AcceptanceRule:
         rule: object = found.load()()
         if not isinstance(rule, AcceptanceRule):
             raise PolicyError(f"must make an AcceptanceRule, got {type(rule).__name__}")
-        _accept(rule, example_tree("cpu"))
+        _checked_answer(rule, example_tree("cpu"))
         return rule
 
 
@@ -70,10 +70,10 @@ def accept(rule: AcceptanceRule, scored: ScoredTree) -> Tensor:
     theirs = find_plugins(RULES).values()
     found = next((one for one in theirs if one.module == type(rule).__module__), None)
     with nullcontext() if found is None else naming(found):
-        return _accept(rule, scored)
+        return _checked_answer(rule, scored)
 
 
-def _accept(rule: AcceptanceRule, scored: ScoredTree) -> Tensor:
+def _checked_answer(rule: AcceptanceRule, scored: ScoredTree) -> Tensor:
     answer = rule.accepts(scored)
     expected = scored.tree.is_real
     if answer.dtype != expected.dtype or answer.shape != expected.shape:
