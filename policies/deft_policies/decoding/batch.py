@@ -170,12 +170,11 @@ class Row:
         if self.spec.is_action:
             leak = self.method.rule.drift_leak
             self.memory = self.memory.after_action(tokens, target_tokens, leak)
+        elif self.spec.numbers_in_row:
+            known = target_tokens, self.drift, self.num_executed  # of the answer before this one
+            self.memory = self.memory.after_text(tokens).after_numbers(*known)
         else:
             self.memory = self.memory.after_text(tokens)
-            if self.spec.numbers_in_row:
-                self.memory = self.memory.after_numbers(
-                    target_tokens, self.drift, self.num_executed
-                )
         drafts = any(plan.kinds for plan in self.method.plans)
         self.trace = DecodeTrace(
             method=self.method.name,

@@ -234,3 +234,13 @@ def test_the_drift_counts_steps_that_were_executed() -> None:
     assert Row(method, row, memory, executed_steps=2).drift == (0.0, 0.0, 0.0)
     assert Row(method, row, replace(memory, executed_steps=2)).num_executed == 2
     assert ActOptions().executed_steps is None
+
+
+def test_an_answer_that_nothing_relaxes_keeps_the_drift_of_the_one_before() -> None:
+    """Plain plans never ask for the drift while the answer is written."""
+    written, own = tokens_of("512 300 0 612 300 0"), tokens_of("510 300 0 615 300 0")
+    memory = SessionMemory(answer=tuple(written), target_answer=tuple(own))
+    row = Row(find_method("numbers"), AnswerSpec(64, END, SPACE_OF_ROW), memory)
+    row.tokens = row.target_tokens = tokens_of("7 300 0")
+    row.finish([])
+    assert row.memory.drift == (2.0, 0.0, 0.0)
