@@ -139,12 +139,12 @@ class Rows:
 
     def pad(self, rows: Tensor) -> Tensor:
         """[row, width] with zeros behind it."""
-        missing = -len(rows) % self.multiple
+        missing = -rows.shape[0] % self.multiple
         return rows if missing == 0 else functional.pad(rows, (0, 0, 0, missing))
 
     def multiply(self, product: Product, rows: Tensor) -> Tensor:
         """The product of rows that were padded."""
-        if not self.in_blocks or len(rows) == self.multiple:
+        if not self.in_blocks or rows.shape[0] == self.multiple:
             return product(rows)
         return torch.cat([product(block) for block in torch.split(rows, self.multiple)])
 

@@ -172,7 +172,7 @@ class Projection:
         return self._multiply(inputs)
 
     def _multiply(self, inputs: Tensor) -> Tensor:
-        if self._packed is not None and len(inputs) >= self._packed.least_rows:
+        if self._packed is not None and inputs.shape[0] >= self._packed.least_rows:
             found = self._packed.product(inputs)
         elif self._turned is None:
             found = functional.linear(inputs, self._weight)
@@ -188,7 +188,7 @@ class Projection:
         if isinstance(inputs, Fp8Rows) or self._fp8 is not None or self._turned is None:
             return self.apply(inputs)
         if self._adds_later or (
-            self._packed is not None and len(inputs) >= self._packed.least_rows
+            self._packed is not None and inputs.shape[0] >= self._packed.least_rows
         ):
             return self.apply(inputs)
         residual.addmm_(inputs, self._turned)
