@@ -9,7 +9,7 @@ address where there are none; its flows share what it gets. The rules:
 - within a turn the earliest due time goes first. A frame without a deadline is due `patience` after
   it arrived: it goes after frames with deadlines until then, and before them afterwards;
 - the queue is bounded. Its last eighth is for frames with a deadline and for owners that have
-  nothing waiting. A frame that `stays_until_s` may overfill the line: its caller could not try
+  nothing waiting. A frame that `stays_until_s` may overfill the queue: its caller could not try
   again;
 - a frame joins those that are with the policy where, at the price of so many together, none of
   them misses a deadline that it would otherwise meet (`admission`). A frame that could not meet its

@@ -32,7 +32,7 @@ class Request:
     deadline_s: float = math.inf
     flow: str = ""  # a session, or all frames of a caller that name none
     owner: str = ""  # whose share it takes
-    stays_until_s: float | None = None  # may overfill the line, and is refused then
+    stays_until_s: float | None = None  # may overfill the queue, and is refused then
     is_text: bool = False  # the answer is a text and an action, which takes many rounds
     on_actions: OnActions | None = None  # who wants them as they are committed
     is_given_up: bool = False  # nobody waits for the answer any more

@@ -342,6 +342,7 @@ def vla0_frames() -> list[ReplayFrame]:
     ]
 
 
+@pytest.mark.long(seconds=15)
 def test_answers_of_numbers_are_measured_beside_transformers() -> None:
     """As the original decodes, and with lookup; without its constraint no number may be written."""
     policy = load_policy(VLA0)

@@ -261,6 +261,7 @@ def test_thinking_aloud_is_not_asked_of_what_only_acts(
         assert "openvla writes nothing but actions" in capsys.readouterr().err
 
 
+@pytest.mark.long(seconds=8)
 @pytest.mark.parametrize("reasoning", [[], ["--reasoning"]])
 def test_deft_bench_measures_either_way(
     folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, reasoning: list[str]

@@ -286,6 +286,7 @@ def test_a_row_that_has_not_answered_every_frame_is_not_compared(folder):
     assert set(rows_of(folder)) == {"plain", "half right"}
 
 
+@pytest.mark.long(seconds=15)
 def test_times_are_taken_apart_from_what_rows_answer_and_tables_say_how(folder, data):
     """Of one episode; the batch of copies is for its times alone."""
     study = folder / "studies" / "made-up.toml"
@@ -614,6 +615,7 @@ def test_drafts_stand_as_often_as_those_of_the_committed_lines():
     assert min(measured_chances("spec-vla-published")[1:7]) > 0.0
 
 
+@pytest.mark.long(seconds=20)
 def test_a_study_of_times_alone_measures_scripted_drafts_at_any_size(tmp_path, data, capsys):
     out = tmp_path / "out"
     flags = ["--random-weights", "small", "--threads", "1", "--decoding", PLAIN]

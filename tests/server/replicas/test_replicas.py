@@ -82,6 +82,7 @@ def test_any_host_goes_on_where_another_stopped():
     assert list(map(number_of, both)) == [1, 7]
 
 
+@pytest.mark.long(seconds=12)
 def test_replicas_of_a_real_policy_answer_to_the_bit_as_one_thread_does():
     options = bundle.complete(ModelOptions(device="cpu", is_guarded=False))
     policies = [load_policy(options), load_policy(options)]

@@ -20,6 +20,7 @@ ON_STAND_INS = ("--assets", str(stand_ins()))
 SOUP, MILK = (find_task("libero_object", number).instruction for number in (0, 7))
 
 
+@pytest.mark.long(seconds=20)
 def test_runs_are_the_same_with_one_and_two_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
