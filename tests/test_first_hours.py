@@ -20,6 +20,7 @@ def test_a_lerobot_data_set_becomes_a_served_head(tmp_path):
     first_hours.data(tmp_path, STEPS)
 
 
+@pytest.mark.long(seconds=13)
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
 def test_keys_and_certificates_admit_who_has_them(tmp_path):
     first_hours.fleet(tmp_path, STEPS)
