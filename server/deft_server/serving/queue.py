@@ -5,7 +5,7 @@ address where there are none; its flows share what it gets. The rules:
 
 - a session has at most one frame with the policy and one waiting; a newer frame replaces the
   one that waits;
-- owners take turns, and so do the flows of an owner (`TurnOrder`);
+- owners take turns, and so do the flows of an owner (`turns`);
 - within a turn the earliest due time goes first. A frame without a deadline is due `patience` after
   it arrived: it goes after frames with deadlines until then, and before them afterwards;
 - the queue is bounded. Its last eighth is for frames with a deadline and for owners that have
@@ -21,15 +21,13 @@ Times are seconds on any one monotonic clock.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
 
 from deft_server.errors import DeadlineError, OverloadedError
 from deft_server.serving.admission import Admission
 from deft_server.serving.request import Request
+from deft_server.serving.turns import TurnOrder
 
 KEPT_PART = 8  # of the queue, one part is kept for frames in a hurry and for owners without any
-REMEMBERED_TURNS = 256
-ARREARS = 8  # turns that nobody can be behind by more: they are for who was refused
 
 
 class FrameQueue:
@@ -168,111 +166,3 @@ class FrameQueue:
         is_kept_for = frame.has_deadline or not self._turns.is_waiting(frame.owner)
         kept = 0 if is_kept_for else max_waiting // KEPT_PART
         return taken >= max_waiting - kept
-
-
-class Turns:
-    """How many frames each name had started."""
-
-    def __init__(self) -> None:
-        self._counts: dict[str, int] = {}  # frames started, from where all began
-        self._level = 0  # where those begin that come now
-
-    def __getitem__(self, name: str) -> int:
-        return self._counts.get(name, self._level)
-
-    def is_behind(self, name: str) -> bool:
-        """Whether others had more than one turn since."""
-        return self[name] < self._level - 1
-
-    def join(self, name: str) -> None:
-        """Note that a name waits again."""
-        self._counts[name] = max(self[name], self._level - ARREARS)
-
-    def start(self, name: str) -> None:
-        """Note that a frame was started."""
-        count = self[name]
-        self._level = max(self._level, count)
-        self._counts[name] = count + 1
-
-    def forget_all_but(self, waiting: Collection[str]) -> None:
-        """Drop what makes no difference, and what is too much to be remembered."""
-        if len(self._counts) > len(waiting) + REMEMBERED_TURNS:
-            self._counts = {name: self[name] for name in waiting}
-
-
-class TurnOrder:
-    """Whose frame goes first: the turns of all owners, and of the flows of each.
-
-    Whoever had the fewest frames started goes first. Time spent away earns no more credit than a
-    few turns.
-    """
-
-    def __init__(self, patience_s: float) -> None:
-        self._patience_s = patience_s
-        self._waiting: dict[str, Counter[str]] = {}  # how many frames of each owner's flows wait
-        self._owners = Turns()
-        self._flows: dict[str, Turns] = {}  # of each owner
-
-    def is_waiting(self, owner: str) -> bool:
-        """Whether any frame of an owner waits."""
-        return owner in self._waiting
-
-    def join(self, frame: Request) -> None:
-        """Note that a frame waits."""
-        flows = self._waiting.setdefault(frame.owner, Counter())
-        if not flows:
-            self._owners.join(frame.owner)
-        if not flows[frame.flow]:
-            self._flows.setdefault(frame.owner, Turns()).join(frame.flow)
-        flows[frame.flow] += 1
-
-    def leave(self, frame: Request) -> None:
-        """Note that a frame waits no more."""
-        flows = self._waiting[frame.owner]
-        flows[frame.flow] -= 1
-        if not flows[frame.flow]:
-            del flows[frame.flow]
-        if not flows:
-            del self._waiting[frame.owner]
-
-    def start(self, frames: Sequence[Request]) -> None:
-        """Note whose frames were started."""
-        for frame in frames:
-            self._owners.start(frame.owner)
-            self._flows[frame.owner].start(frame.flow)
-        self._owners.forget_all_but(self._waiting)
-        for owner, turns in list(self._flows.items()):
-            turns.forget_all_but(self._waiting.get(owner, ()))
-            if owner not in self._waiting and len(self._flows) > REMEMBERED_TURNS:
-                del self._flows[owner]
-
-    def flow_turn(self, frame: Request) -> int:
-        """Return how many frames of its flow were started."""
-        return self._flows[frame.owner][frame.flow]
-
-    def is_behind(self, frame: Request) -> bool:
-        """Whether other flows of its owner had more than one turn since its last one."""
-        return self._flows[frame.owner].is_behind(frame.flow)
-
-    def is_urgent(self, frame: Request, now_s: float) -> bool:
-        """Whether a frame's deadline is near, or it has waited as long as one without should."""
-        return frame.due_s <= (now_s + self._patience_s if frame.has_deadline else now_s)
-
-    def in_order(self, frames: Iterable[Request], now_s: float) -> list[Request]:
-        """Return frames, who goes first first: by turns of the owners.
-
-        Among those of one owner, urgent ones come first, by turns of the flows.
-        """
-        by_due = sorted(frames, key=lambda one: one.due_s)
-        count: Counter[str] = Counter()
-        ranks = {}
-        for frame in by_due:  # many frames of a flow are not all before others
-            turn = self.flow_turn(frame) + count[frame.flow]
-            ranks[frame] = (not self.is_urgent(frame, now_s), turn)
-            count[frame.flow] += 1
-        count.clear()
-        turns = {}
-        for frame in sorted(by_due, key=ranks.__getitem__):
-            turns[frame] = self._owners[frame.owner] + count[frame.owner]
-            count[frame.owner] += 1
-        return sorted(by_due, key=turns.__getitem__)
