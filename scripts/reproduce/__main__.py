@@ -209,6 +209,8 @@ def _frames(given: argparse.Namespace, study: Study, episodes: Played) -> FrameS
     limit: int = given.frames or usual or given.time
     if given.recording is not None:
         return FrameSet(given.recording, limit, read_cameras(given))
+    if not study.num_frames:
+        raise ReproductionError(f"{study.title}: times alone, so give the frames: --recording DATA")
     return FrameSet(episodes.record_frames(math.ceil(limit / _STEPS_PER_EPISODE)), limit)
 
 

@@ -615,6 +615,12 @@ def test_drafts_stand_as_often_as_those_of_the_committed_lines():
     assert min(measured_chances("spec-vla-published")[1:7]) > 0.0
 
 
+def test_a_study_of_times_alone_plays_nothing_to_get_frames(tmp_path, capsys):
+    arguments = ["full-size", "--no-episodes", "--time", "5", "--random-weights", "small"]
+    assert main([*arguments, "--out", str(tmp_path)]) == 1
+    assert "give the frames: --recording DATA" in capsys.readouterr().err
+
+
 @pytest.mark.long(seconds=20)
 def test_a_study_of_times_alone_measures_scripted_drafts_at_any_size(tmp_path, data, capsys):
     out = tmp_path / "out"
