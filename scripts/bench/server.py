@@ -104,8 +104,8 @@ def bench_added(_: argparse.Namespace) -> list[Result]:
         with StreamClient(url) as client:
             sdk_stream = times_ms(lambda: client.act(observation), 1000)
     return [
-        added_line("/v1/stream, 1,000 in a row", stream, 0.8, np.inf),
-        added_line("openpi WebSocket, 1,000 in a row", openpi, 0.8, np.inf),
+        added_line("/v1/stream, 1,000 in a row", stream, 0.4, np.inf),
+        added_line("openpi WebSocket, 1,000 in a row", openpi, 0.4, np.inf),
         Result("... a bare server with openpi's architecture", spread(bare), "-", True),
         added_line("OpenVLA POST /act, 1,000 in a row", legacy, 3.0, np.inf),
         Result("... a bare server with OpenVLA's architecture", spread(peers_act), "-", True),
