@@ -82,8 +82,8 @@ class Player:
     def play(self, key: TrialKey) -> Report:
         """Play one episode and say how it ended."""
         started_s = time.monotonic()
-        # No two tries share a session.
-        session_id = f"{self._config.folder.name}-{key.suite}-{key.task}-{key.trial}-"
+        # No two tries share a session. A method written out may be longer than its name may be.
+        session_id = f"{self._config.folder.name[:64]}-{key.task}-{key.trial}-"
         session_id += uuid.uuid4().hex[:12]
         log, error, may_pass = EpisodeLog(), "", False
         try:

@@ -12,7 +12,8 @@ from deft_client.libero.policies.source import PolicySource, build_policy
 from deft_client.libero.results.records import TrialKey
 from deft_client.libero.simulator.environment import EnvironmentSettings
 from deft_client.settings import Retries
-from deft_client.types import Observation
+from deft_client.types import ActOptions, Observation
+from deft_client.wire.fields import WireLimits
 from tests.standins.tiny_server import tiny_server
 
 
@@ -63,3 +64,16 @@ def test_no_two_tries_share_a_session(tmp_path: Path) -> None:
         sessions = [request.options.session_id for request in server.requests]
     assert len(sessions) == 4
     assert len(set(sessions)) == 2
+
+
+def test_a_long_method_makes_no_session_that_a_server_refuses(tmp_path: Path) -> None:
+    method = "fly:" + ",".join(f"window=1{number}" for number in range(1, 10))
+    with tiny_server() as server:
+        source = PolicySource(server.url, options=ActOptions(decoding=method))
+        config = RunConfig(SUITE, source, simulator=SUITE, step_limit=1, out=tmp_path)
+        player = Player(config, lambda report: None)
+        player.play(TrialKey(SUITE, 0, 0))
+        player.close()
+        (request,) = server.requests
+    assert request.options.session_id is not None
+    assert len(request.options.session_id) <= WireLimits().max_name_chars
