@@ -68,6 +68,41 @@ def judge(method: Method, scored: ScoredTree, keys: Tensor, steps: int) -> Pass:
     return Pass(tree, scored.predictions, path, num, bonus, tokens, target_tokens, answers)
 
 
+def judge_on_host(
+    tree: DraftTree,
+    predictions: Tensor,
+    answers: Tensor,
+    room: Tensor,
+    stop: Tensor | None,
+    steps: int,
+) -> Pass:
+    """The same for exact match, node by node in integers: quicker where the host has the tensors.
+
+    `answers` [row] says whose the predictions are, `room` [row] how deep a guess may lie.
+    """
+    found = []
+    columns = (tree.tokens, tree.parents, tree.is_real, predictions, room)
+    stops = [None] * len(room) if stop is None else stop.tolist()
+    lists = zip(*(one.tolist() for one in columns), stops, strict=True)
+    for tokens, parents, is_real, expected, deepest, end in lists:
+        depths = [0]  # of each node, or -1 where it is not accepted
+        for node in range(1, tree.num_nodes):
+            above, token = parents[node], tokens[node]
+            is_equal = is_real[node] and token == expected[above] and token != end
+            depth = depths[above] + 1 if is_equal else -1
+            depths.append(depth if 0 < depth <= deepest else -1)
+        num = max(depths)
+        last = at = depths.index(num)
+        path = [0] * steps
+        for step in range(num, 0, -1):
+            path[step], at = at, parents[at]
+        found.append((*path, num, expected[last]))
+    numbers = torch.tensor(found)
+    path, num, bonus = numbers[:, :steps], numbers[:, steps], numbers[:, steps + 1]
+    tokens = predictions.gather(1, path)
+    return Pass(tree, predictions, path, num, bonus, tokens, tokens, answers)
+
+
 def _find_path(method: Method, scored: ScoredTree, keys: Tensor, steps: int) -> Accepted:
     tree, rule = scored.tree, method.rule
     if method.temperature > 0.0 and tree.odds is not None:

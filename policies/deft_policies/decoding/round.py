@@ -14,11 +14,11 @@ from torch import Tensor
 
 from deft_policies.decoding import kinds
 from deft_policies.decoding.acceptance.host_waits import find_wait
-from deft_policies.decoding.acceptance.rule import ScoredTree
+from deft_policies.decoding.acceptance.rule import ExactMatch, ScoredTree
 from deft_policies.decoding.batch import Batch, Pass, PassRecord, Row, read_lists, runs_of
 from deft_policies.decoding.clock import Stage, StageClock
 from deft_policies.decoding.drafts import HIDDEN, LOGITS, MEMORY, PREDICTIONS, DraftSource
-from deft_policies.decoding.judge import judge, predict
+from deft_policies.decoding.judge import judge, judge_on_host, predict
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import MOST_GROWN, Plan
 from deft_policies.decoding.sampling import first_maximum, noise_keys, top_gap
@@ -65,6 +65,7 @@ class Round:
         needs = frozenset[str]().union(*(one.needs for one in self.sources.values()))
         self._keeps_hidden, self._keeps_logits = HIDDEN in needs, LOGITS in needs
         self._reads_past, self._reads_nodes = MEMORY in needs, PREDICTIONS in needs
+        self._judges_on_host = target.reads_lengths and isinstance(method.rule, ExactMatch)
         self._captured: dict[Hashable, tuple[int, int]] = {}  # nodes and steps of these rounds
         self._is_capturing = False
         self._joining: list[tuple[list[Row], Prompts]] = []  # answers whose first pass is next
@@ -159,7 +160,11 @@ class Round:
             done = Pass(tree, own, *root, tokens[:, 0], tokens, own, scores.answers)
         else:
             steps = max(1, min(tree.num_nodes, depth + 1, rows.positions))
-            done = judge(method, self._scored(rows, tree, scores, tokens), rows.keys, steps)
+            if self._judges_on_host and (tree.odds is None or method.temperature == 0.0):
+                stop, room = rows.stop if rows.has_text else None, rows.limit - 1 - rows.count
+                done = judge_on_host(tree, tokens, scores.answers, room, stop, steps)
+            else:
+                done = judge(method, self._scored(rows, tree, scores, tokens), rows.keys, steps)
         if self._keeps_hidden:
             done = replace(done, hidden=take_rows(scores.hidden, done.path))
         if self._keeps_logits:

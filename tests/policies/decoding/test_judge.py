@@ -8,6 +8,7 @@ import torch
 from deft_policies.decoding.acceptance.distance import WithinBins, WithinIds
 from deft_policies.decoding.acceptance.rule import AcceptanceRule, ExactMatch, ScoredTree
 from deft_policies.decoding.batch import Pass
+from deft_policies.decoding.judge import judge_on_host
 from deft_policies.decoding.plan import TieBreak
 from deft_policies.decoding.tree import DraftTree
 from tests.policies.decoding.trees import judged, random_scored, steps_to
@@ -144,6 +145,24 @@ def test_a_chain_known_to_be_one_ends_where_the_search_for_a_path_ends() -> None
             assert found[0].bonus[row] == found[1].bonus[row]
             num_accepted.add(kept)
     assert len(num_accepted) > 4
+
+
+@pytest.mark.parametrize("stop", [None, 25])
+def test_walking_the_nodes_on_the_host_finds_the_same_path(stop: int | None) -> None:
+    kept = set()
+    for seed in range(200):
+        scored = random_scored(seed)
+        stops = None if stop is None else torch.full_like(scored.num_committed, stop)
+        scored = replace(scored, stop=stops)
+        asked = judged(scored, ExactMatch(), TieBreak.CLOSEST)
+        answers, steps = torch.arange(3), asked.path.shape[1]
+        found = judge_on_host(
+            scored.tree, scored.predictions, answers, scored.deepest, stops, steps
+        )
+        for one, other in zip(found.columns, asked.columns, strict=True):
+            assert torch.equal(one, other)
+        kept |= set(found.num.tolist())
+    assert len(kept) > 3
 
 
 def test_a_tree_without_guesses_yields_the_targets_own_token() -> None:

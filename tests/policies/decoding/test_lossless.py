@@ -22,7 +22,7 @@ from deft_policies.decoding.acceptance.rule import ScoredTree
 from deft_policies.decoding.batch import Pass
 from deft_policies.decoding.drafts.retrieval import RetrievalIndex, frame_keys
 from deft_policies.decoding.engine import DraftModels
-from deft_policies.decoding.judge import judge
+from deft_policies.decoding.judge import judge, judge_on_host
 from deft_policies.decoding.kinds import OUR_KINDS
 from deft_policies.decoding.methods import Method, find_method
 from deft_policies.decoding.plan import Plan, TreeShape
@@ -363,7 +363,51 @@ def test_a_mistake_planted_in_the_target_is_caught(kind: type[Target]) -> None:
 def test_a_mistake_planted_in_the_judge_is_caught(
     monkeypatch: pytest.MonkeyPatch, wrong: Judge
 ) -> None:
+    monkeypatch.setattr(rounds, "ExactMatch", ())  # no rule is judged on the host
     monkeypatch.setattr(rounds, "judge", planted())
     assert num_caught(lambda case: expect_lossless(case, fast_target(decoder_of(0)))) == 0
     monkeypatch.setattr(rounds, "judge", wrong)
+    assert num_caught(lambda case: expect_lossless(case, fast_target(decoder_of(0)))) > 0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a mistake may look at where exact match is judged on the host."""
+
+    tree: DraftTree
+    predictions: Tensor
+
+
+def planted_on_host(
+    before: Callable[[Any], Any] | None = None, after: Callable[[Any, Pass], Pass] | None = None
+) -> Judge:
+    """`judge_on_host` with a mistake before it or behind it."""
+
+    def wrong(tree: DraftTree, predictions: Tensor, *rest: Any) -> Pass:
+        seen = Seen(tree, predictions)
+        asked = seen if before is None else before(seen)
+        accepted = judge_on_host(asked.tree, asked.predictions, *rest)
+        if before is own_prediction:
+            right = judge_on_host(tree, predictions, *rest)
+            accepted = replace(accepted, bonus=right.bonus)
+        return accepted if after is None else after(seen, accepted)
+
+    return wrong
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        planted_on_host(after=wrong_bonus),
+        planted_on_host(before=own_prediction),
+        planted_on_host(after=one_more),
+    ],
+    ids=["wrong bonus", "own prediction", "one more"],
+)
+def test_a_mistake_planted_in_the_judge_on_the_host_is_caught(
+    monkeypatch: pytest.MonkeyPatch, wrong: Judge
+) -> None:
+    monkeypatch.setattr(rounds, "judge_on_host", planted_on_host())
+    assert num_caught(lambda case: expect_lossless(case, fast_target(decoder_of(0)))) == 0
+    monkeypatch.setattr(rounds, "judge_on_host", wrong)
     assert num_caught(lambda case: expect_lossless(case, fast_target(decoder_of(0)))) > 0

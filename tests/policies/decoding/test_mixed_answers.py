@@ -59,8 +59,9 @@ def in_verify(patch: pytest.MonkeyPatch) -> None:
 
 
 def in_accept(patch: pytest.MonkeyPatch) -> None:
-    judge = rounds.judge
+    judge, on_host = rounds.judge, rounds.judge_on_host
     patch.setattr(rounds, "judge", lambda *asked: swapped(judge(*asked)))
+    patch.setattr(rounds, "judge_on_host", lambda *asked: swapped(on_host(*asked)))
 
 
 def in_commit(patch: pytest.MonkeyPatch) -> None:
