@@ -8,7 +8,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deft_policies.decoding.round import Round
+from deft_policies.decoding.steps import BatchSteps
 from deft_policies.model.graphs import Reserve, Step, StepRunner, Tensors
 from tests.recorder import RecordingCapturer
 
@@ -66,7 +66,7 @@ class UncountedRunner(StepRunner):
     def run(self, key: Hashable, step: Step, inputs: Tensors) -> Tensors:
         if self.counter is None:
             return super().run(key, step, inputs)
-        if isinstance(key, tuple) and isinstance(key[0], Round):
+        if isinstance(key, tuple) and isinstance(key[0], BatchSteps):
             self.before_rounds.append(self.counter.total)
         before = Counter(self.counter.counts)
         outputs = super().run(key, step, inputs)

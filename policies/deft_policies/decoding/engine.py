@@ -25,7 +25,7 @@ from deft_policies.decoding.guard import Choice, Guard
 from deft_policies.decoding.methods import AUTOREGRESSIVE, Method
 from deft_policies.decoding.plan import OUR_PLANS, PLAIN, KeyMask, Plan, RopeOffset
 from deft_policies.decoding.plugins import find_plugins
-from deft_policies.decoding.round import Maker, Round
+from deft_policies.decoding.steps import BatchSteps, Maker
 from deft_policies.decoding.target import Prompts, Target, bucket
 from deft_policies.errors import NotFiniteError, RequestError
 from deft_policies.memory import STEPS_KEPT, SessionMemory
@@ -93,8 +93,8 @@ class Engine:
         self._untried = dict(find_plugins(kinds.SOURCES))
         for name, found in self._untried.items():
             self._makers[name] = partial(_plugin_source, found, target)
-        self._rounds: dict[Batch, Round] = {}  # what each batch plays
-        self._captured: list[Round] = []
+        self._rounds: dict[Batch, BatchSteps] = {}  # what each batch plays
+        self._captured: list[BatchSteps] = []
         # By a method's text, its rule and an action's tokens (0: a text); the last used comes last.
         self._guards: dict[tuple[str, str, int], Guard] = {}
 
@@ -104,7 +104,7 @@ class Engine:
         return [row for one in self._rounds for row in one.running]
 
     @property
-    def _playing(self) -> list[Round]:
+    def _playing(self) -> list[BatchSteps]:
         return [one for one in self._rounds.values() if one.batch.running]
 
     def start(self, prompts: Prompts, rows: Sequence[Row]) -> None:
@@ -168,7 +168,7 @@ class Engine:
                 self.cancel(row)
             raise
 
-    def _finish(self, row: Row, played: Round) -> Row:
+    def _finish(self, row: Row, played: BatchSteps) -> Row:
         """Let go of an answer that has ended, with trace and memory; its guard learns from it."""
         num_tokens = min(len(row.tokens), row.spec.max_tokens)
         margins: list[float] = []
@@ -308,7 +308,7 @@ class Engine:
                 row.limit += method.loop.num_behind
         return method
 
-    def _round(self, prompts: Prompts, rows: list[Row], method: Method, plan: Plan) -> Round:
+    def _round(self, prompts: Prompts, rows: list[Row], method: Method, plan: Plan) -> BatchSteps:
         """One that plays this and has room, else one in an idle batch, else one in a new batch.
 
         A new batch has room for as many rows as its method has on the way: memory is bounded by
@@ -331,13 +331,13 @@ class Engine:
             batch = self._new_batch(1 << (wanted - 1).bit_length(), prompts, rows)
         return self._switch(batch, method, plan)
 
-    def _switch(self, batch: Batch, method: Method, plan: Plan) -> Round:
+    def _switch(self, batch: Batch, method: Method, plan: Plan) -> BatchSteps:
         """The round by which an idle batch plays a method from now on."""
         known = [one for one in (*self._captured, *self._rounds.values()) if one.batch is batch]
         found = next((one for one in known if one.plays(method, plan)), None)
         if found is None:
             sources = dict(item for one in known for item in one.sources.items())
-            found = Round(self.target, batch, method, plan, self._makers, sources)
+            found = BatchSteps(self.target, batch, method, plan, self._makers, sources)
         self._rounds[batch] = found
         return found
 

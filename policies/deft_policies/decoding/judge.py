@@ -98,9 +98,9 @@ def judge_on_host(
             path[step], at = at, parents[at]
         found.append((*path, num, expected[last]))
     numbers = torch.tensor(found)
-    path, num, bonus = numbers[:, :steps], numbers[:, steps], numbers[:, steps + 1]
-    tokens = predictions.gather(1, path)
-    return Pass(tree, predictions, path, num, bonus, tokens, tokens, answers)
+    paths, kept, bonus = numbers[:, :steps], numbers[:, steps], numbers[:, steps + 1]
+    own = predictions.gather(1, paths)
+    return Pass(tree, predictions, paths, kept, bonus, own, own, answers)
 
 
 def _find_path(method: Method, scored: ScoredTree, keys: Tensor, steps: int) -> Accepted:

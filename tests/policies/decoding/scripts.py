@@ -23,7 +23,7 @@ from deft_policies.decoding.engine import DraftModels, Engine
 from deft_policies.decoding.kinds import source_number
 from deft_policies.decoding.methods import PRESETS, Method, find_method
 from deft_policies.decoding.plan import TreeShape
-from deft_policies.decoding.round import Maker
+from deft_policies.decoding.steps import Maker
 from deft_policies.decoding.target import Prompts, Scores, Target
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.memory import SessionMemory

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deft_policies.decoding import kinds
-from deft_policies.decoding import round as rounds
+from deft_policies.decoding import kinds, steps
 from deft_policies.decoding.acceptance.rule import ActionSpace
 from deft_policies.decoding.batch import AnswerSpec, Row
 from deft_policies.decoding.drafts.retrieval import RetrievalIndex
@@ -79,7 +78,7 @@ def reads_and_passes(
                 found[:2] = min(kept, record.num_steps - 1), row.number
         return [is_finite, slots, *passes]
 
-    monkeypatch.setattr(rounds, "read_lists", read)
+    monkeypatch.setattr(steps, "read_lists", read)
     own = tuple((30 + step,) * LENGTH for step in range(3))
     memory = SessionMemory(own=own, drift=(0.0,) * LENGTH, answer=(7,) * 20)
     rows = [Row(method, form, memory) for _ in range(NUM_ROWS)]

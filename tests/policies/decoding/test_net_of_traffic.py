@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deft_policies.decoding import round as rounds
+from deft_policies.decoding import steps
 from deft_policies.decoding.batch import Batch, Pass, Row
 from deft_policies.decoding.round import Round
 from deft_policies.decoding.target import Prompts, Target
@@ -49,7 +49,7 @@ def commits_to_a_neighbour(patch: pytest.MonkeyPatch) -> None:
 
 
 def reads_a_neighbour(patch: pytest.MonkeyPatch) -> None:
-    read_lists = rounds.read_lists
+    read_lists = steps.read_lists
 
     def wrong(parts: Sequence[Tensor]) -> list[list[list[int]]]:
         is_finite, slots, *passes = read_lists(parts)
@@ -59,7 +59,7 @@ def reads_a_neighbour(patch: pytest.MonkeyPatch) -> None:
                 found[:2] = [others, mine, *more], [kept, theirs, *rest]
         return [is_finite, slots, *passes]
 
-    patch.setattr(rounds, "read_lists", wrong)
+    patch.setattr(steps, "read_lists", wrong)
 
 
 def takes_the_prompt_of_a_neighbour(patch: pytest.MonkeyPatch) -> None:
@@ -72,13 +72,13 @@ def takes_the_prompt_of_a_neighbour(patch: pytest.MonkeyPatch) -> None:
 
 
 def verifies_the_tree_of_a_neighbour(patch: pytest.MonkeyPatch) -> None:
-    draft = Round._draft
+    draft = Round.draft
 
     def wrong(self: Round, rows: Batch, *rest: Any) -> DraftTree:
         found: DraftTree = swapped(draft(self, rows, *rest))
         return found
 
-    patch.setattr(Round, "_draft", wrong)
+    patch.setattr(Round, "draft", wrong)
 
 
 def remembers_the_session_of_a_neighbour(patch: pytest.MonkeyPatch) -> None:

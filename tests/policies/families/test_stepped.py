@@ -14,7 +14,7 @@ from deft_policies.decoding import kinds
 from deft_policies.decoding.drafts import DraftSource
 from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.methods import Method
-from deft_policies.decoding.round import Maker
+from deft_policies.decoding.steps import Maker
 from deft_policies.decoding.target import Target
 from deft_policies.errors import NotFiniteError, RequestError
 from deft_policies.families.openvla import OpenVLA, VlaTarget
