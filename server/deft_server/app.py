@@ -15,7 +15,7 @@ from deft_server.compat.act_route import build_config_router, build_peer_act_rou
 from deft_server.compat.profiles import conventions
 from deft_server.compat.socket_route import build_socket_routes
 from deft_server.compat.vla0_route import build_vla0_routes
-from deft_server.dashboard.pages import build_document_routes, build_page_routes
+from deft_server.dashboard.pages import build_page_routes
 from deft_server.http.gate import Gate
 from deft_server.http.openapi import describe_bodies
 from deft_server.http.problems import answer_http_exception
@@ -94,8 +94,7 @@ def create_app(
         build_peer_act_route(service),
         *build_vla0_routes(service),
         *build_socket_routes(service),
-        *build_document_routes("/dashboard" if settings.dashboard else "/docs"),
-        *(build_page_routes(service) if settings.dashboard else ()),
+        *build_page_routes(service),
     ]
     for router in (
         build_health_router(service),

@@ -33,7 +33,7 @@ from deft_client.wire.messages import trace_fields
 from deft_server.dashboard.history import PICTURE_SIDE, History, SessionHistory, Thought
 from deft_server.errors import AccessError, ForbiddenError, OverloadedError
 from deft_server.http.gate import SMALL_BODY_BYTES
-from deft_server.serving.access import Caller
+from deft_server.serving.access import Access, Caller
 from deft_server.serving.events import Event
 from deft_server.serving.service import Service
 
@@ -61,15 +61,32 @@ _HEADERS = {
 
 
 def build_page_routes(service: Service) -> list[BaseRoute]:
-    """Return the routes of the dashboard around a service."""
-    feed = Feed(service)
+    """Return the routes of the pages; `/` leads to the dashboard, or to `/docs` without one."""
     static = _load_static()
+    pages = {"/docs": "docs.html"}
+    if service.settings.dashboard:
+        pages |= {
+            "/dashboard": "index.html",
+            "/dashboard/": "index.html",
+            "/dashboard/explorer": "explorer.html",
+        }
 
-    async def page(request: Request) -> Response:
-        return static["index.html"]
+    async def root(request: Request) -> Response:
+        if "text/html" in request.headers.get("accept", ""):
+            return RedirectResponse("/dashboard" if service.settings.dashboard else "/docs")
+        return JSONResponse({"status": "ok"})  # VLA-0's clients ask so
 
-    async def explorer(request: Request) -> Response:
-        return static["explorer.html"]
+    async def asset(request: Request) -> Response:
+        return static.get(request.path_params["name"]) or Response(status_code=404)
+
+    routes: list[BaseRoute] = [
+        Route("/", root),
+        Route("/dashboard/static/{name}", asset),
+        *(Route(path, static[name], methods=["GET"]) for path, name in pages.items()),
+    ]
+    if not service.settings.dashboard:
+        return routes
+    feed = Feed(service)
 
     async def serve_feed(websocket: WebSocket) -> None:
         await websocket.accept()
@@ -82,40 +99,13 @@ def build_page_routes(service: Service) -> list[BaseRoute]:
         except (WebSocketDisconnect, asyncio.TimeoutError):
             return
 
-    return [
-        Route("/dashboard", page),
-        Route("/dashboard/", page),
-        Route("/dashboard/explorer", explorer),
-        WebSocketRoute("/dashboard/feed", serve_feed),
-    ]
-
-
-def build_document_routes(start: str) -> list[BaseRoute]:
-    """Return the routes of `/docs` and of what all pages are made of; `/` leads to `start`."""
-    static = _load_static()
-
-    async def docs(request: Request) -> Response:
-        return static["docs.html"]
-
-    async def root(request: Request) -> Response:
-        if "text/html" in request.headers.get("accept", ""):
-            return RedirectResponse(start)
-        return JSONResponse({"status": "ok"})  # VLA-0's clients ask so
-
-    async def asset(request: Request) -> Response:
-        return static.get(request.path_params["name"]) or Response(status_code=404)
-
-    return [
-        Route("/", root),
-        Route("/docs", docs),
-        Route("/dashboard/static/{name}", asset),
-    ]
+    return [*routes, WebSocketRoute("/dashboard/feed", serve_feed)]
 
 
 async def _serve_feed(websocket: WebSocket, service: Service, feed: "Feed") -> None:
     """Send news until the page is closed; raise `MissingKeyError` once its key is gone."""
     hello = await asyncio.wait_for(_receive(websocket), _HELLO_S)
-    caller = _identify(service, websocket, hello.get("key"))
+    caller = _identify(service.access, hello.get("key"))
     viewer = feed.enter()
     viewer.watch(_session_of(hello))
     commands = asyncio.create_task(_follow_commands(websocket, viewer))
@@ -153,13 +143,9 @@ def _session_of(message: dict[str, object]) -> str | None:
     return key if isinstance(key, str) else None
 
 
-def _identify(service: Service, websocket: WebSocket, key: object) -> Caller:
-    access = service.access
-    if not access.needs_key:
-        return Caller()
-    address = websocket.client.host if websocket.client else ""
-    caller = access.identify(f"Bearer {key}" if isinstance(key, str) and key else "", address)
-    if not caller.is_admin:
+def _identify(access: Access, key: object) -> Caller:
+    caller = access.identify(f"Bearer {key}" if isinstance(key, str) else "", "")
+    if access.needs_key and not caller.is_admin:
         raise ForbiddenError("the dashboard needs a key marked `admin = true`")
     return caller
 
