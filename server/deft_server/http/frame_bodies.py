@@ -5,7 +5,6 @@ files are `image`, and `camera.NAME` for each further camera, PNG or JPEG; texts
 the options by their names, and `state` as a JSON list.
 """
 
-from collections.abc import Sequence
 from email.message import Message
 from functools import partial
 from io import BytesIO
@@ -18,11 +17,9 @@ from starlette.types import Receive
 from deft_client.errors import (
     MalformedMessageError,
     MessageTooLargeError,
-    Problem,
     UnsupportedMessageError,
     UnusableValueError,
 )
-from deft_client.types import ActionChunk
 from deft_client.wire import json_codec, msgpack_codec
 from deft_client.wire.fields import DEFAULT_LIMITS, ReadContext, WireLimits
 from deft_client.wire.json_codec import load
@@ -85,27 +82,6 @@ def wants_msgpack(accept: str, content_type: str) -> bool:
     if msgpack_codec.CONTENT_TYPE in accept:
         return True
     return content_type == msgpack_codec.CONTENT_TYPE and json_codec.CONTENT_TYPE not in accept
-
-
-def encode_answer(
-    chunk: ActionChunk, as_msgpack: bool, message_id: str | None
-) -> tuple[bytes, str]:
-    """Return the answer to the request of an id as bytes, and their content type."""
-    if as_msgpack:
-        return msgpack_codec.encode_answer(chunk, message_id), msgpack_codec.CONTENT_TYPE
-    return json_codec.encode_answer(chunk, message_id), json_codec.CONTENT_TYPE
-
-
-def encode_answers(
-    answers: Sequence[ActionChunk | Problem],
-    ids: Sequence[str | None],
-    as_msgpack: bool,
-    message_id: str | None,
-) -> tuple[bytes, str]:
-    """Return the answers to several frames, whose own ids those are, like `encode_answer`."""
-    if as_msgpack:
-        return msgpack_codec.encode_answers(answers, ids, message_id), msgpack_codec.CONTENT_TYPE
-    return json_codec.encode_answers(answers, ids, message_id), json_codec.CONTENT_TYPE
 
 
 async def decode_frame(

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from dataclasses import replace
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 from fastapi import APIRouter
@@ -22,17 +23,11 @@ from starlette.types import Message, Receive, Scope, Send
 
 from deft_client.errors import MalformedMessageError, Problem, WireError
 from deft_client.types import ActionChunk, ServerInfo
-from deft_client.wire.json_codec import CONTENT_TYPE, decode_reset, encode_info, encode_problem
+from deft_client.wire import json_codec, msgpack_codec
+from deft_client.wire.json_codec import decode_reset, encode_info, encode_problem
 from deft_client.wire.messages import ActMessage, ActMessages
-from deft_client.wire.msgpack_codec import CONTENT_TYPE as MSGPACK_CONTENT_TYPE
 from deft_server.errors import CallerGoneError
-from deft_server.http.frame_bodies import (
-    decode_frame,
-    encode_answer,
-    encode_answers,
-    read_body,
-    wants_msgpack,
-)
+from deft_server.http.frame_bodies import decode_frame, read_body, wants_msgpack
 from deft_server.http.gate import ADMIN_PREFIX, caller_of
 from deft_server.http.problems import describe
 from deft_server.http.watches import CallerWatch
@@ -93,16 +88,16 @@ def build_act_route(service: Service) -> PlainRoute:
         arrived_s = time.monotonic()
         content_type = request.headers.get("content-type", "")
         caller = caller_of(request.scope)
-
         as_msgpack = wants_msgpack(request.headers.get("accept", ""), content_type)
+        codec = msgpack_codec if as_msgpack else json_codec
 
-        async def answer() -> tuple[bytes, str]:
+        async def answer() -> bytes:
             await service.admit(caller)
             asked = await decode_frame(service.threads, limits, content_type, received.pop())
-            return await _answered(service, asked, request, arrived_s, as_msgpack)
+            return await _answered(service, asked, request, arrived_s, codec)
 
-        content, media_type = await CallerWatch(request.receive).run(answer())
-        return Response(content, media_type=media_type)
+        content = await CallerWatch(request.receive).run(answer())
+        return Response(content, media_type=codec.CONTENT_TYPE)
 
     return PlainRoute("/v1/act", act, methods=["POST"])
 
@@ -112,13 +107,17 @@ async def _answered(
     asked: ActMessage | ActMessages,
     connection: HTTPConnection,
     arrived_s: float,
-    as_msgpack: bool,
-) -> tuple[bytes, str]:
-    """Return the answer to an observation, or those to several, which may share a batch."""
+    codec: ModuleType,
+) -> bytes:
+    """Return the answer to an observation, or those to several, which may share a batch.
+
+    `codec` is the module of the encoding that the caller wants.
+    """
     caller = caller_of(connection.scope)
     if isinstance(asked, ActMessage):
         chunk = await service.act(asked.observation, asked.options, caller, arrived_s)
-        return encode_answer(chunk, as_msgpack, asked.id)
+        one: bytes = codec.encode_answer(chunk, asked.id)
+        return one
 
     async def answer(message: ActMessage | WireError, is_admitted: bool) -> ActionChunk | Problem:
         try:
@@ -135,7 +134,8 @@ async def _answered(
     answering = [answer(message, number == 0) for number, message in enumerate(asked.each)]
     answers = await asyncio.gather(*answering)
     ids = [one.id if isinstance(one, ActMessage) else None for one in asked.each]
-    return encode_answers(answers, ids, as_msgpack, asked.id)
+    several: bytes = codec.encode_answers(answers, ids, asked.id)
+    return several
 
 
 def build_router(
@@ -155,7 +155,7 @@ def build_router(
         """Say what is served: policy, action dimension, statistics keys, image size, decoding."""
         served = service.info
         shown = replace(served, details={**served.details, **conventions(served)})
-        return Response(encode_info(shown), media_type=CONTENT_TYPE)
+        return Response(encode_info(shown), media_type=json_codec.CONTENT_TYPE)
 
     async def reset_all() -> Response:
         """End every session of every caller; for administrators."""
@@ -271,9 +271,8 @@ class _Stream(RobotSocket):
     async def answer(self, data: bytes, arrived_s: float) -> bytes:
         await self.service.admit(self.caller)
         threads = self.service.threads
-        asked = await decode_frame(threads, self.limits, MSGPACK_CONTENT_TYPE, data)
-        answer, _ = await _answered(self.service, asked, self.connection, arrived_s, True)
-        return answer
+        asked = await decode_frame(threads, self.limits, msgpack_codec.CONTENT_TYPE, data)
+        return await _answered(self.service, asked, self.connection, arrived_s, msgpack_codec)
 
     async def tell(self, problem: Problem) -> None:
         await self.send({"type": "websocket.send", "text": encode_problem(problem).decode()})
