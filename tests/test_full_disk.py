@@ -30,7 +30,7 @@ from deft_client.recordings import RecordedStep, find_episodes
 from deft_client.types import ActionChunk, ActOptions, Observation
 from deft_draft_training.errors import StorageError
 from deft_draft_training.run_directory import RunDirectory
-from deft_server.recording.files import EpisodeFiles, RecordingRules, TimedStep
+from deft_server.recording.files import EpisodeFiles
 from tests.client.datasets.test_demonstrations import HEADER, demonstration
 from tests.client.libero.episodes import header, record
 from tests.recorded_episodes import read_episode
@@ -89,12 +89,12 @@ class Server:
     key = ("lab", "arm")
 
     def __init__(self, folder: Path) -> None:
-        self.files = EpisodeFiles(RecordingRules(folder, min_free_bytes=0))
+        self.files = EpisodeFiles(folder, min_free_bytes=0)
 
     def write(self, number: int) -> bool:
-        step = RecordedStep(number, 0.0, observation(number), ActOptions(), chunk(number))
+        step = RecordedStep(number, number, observation(number), ActOptions(), chunk(number))
         try:
-            self.files.write(TimedStep(self.key, step, 1e9, float(number)))
+            self.files.write(self.key, step, 1e9)
         except OSError:
             return False
         return True

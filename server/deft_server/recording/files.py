@@ -1,7 +1,7 @@
 """The files of a recording: one per episode, continued in parts, the oldest deleted beyond a cap.
 
-Knows nothing of threads or events. Any `OSError` means that the disk failed; the file being written
-is then cut back to its last whole record.
+Knows nothing of threads or events. Any `OSError` means that the disk failed, or has less room than
+is to be kept; the file being written is then cut back to its last whole record.
 """
 
 import fcntl
@@ -33,38 +33,8 @@ _CHECK_DISK_EVERY = 64  # records
 _NUMBERED = re.compile(r"(\d{8,})-")
 LOCK = ".lock"
 
-
-@dataclass(frozen=True)
-class RecordingRules:
-    """Where recordings go and how much room they may take."""
-
-    directory: Path
-    encoding: ImageEncoding = ImageEncoding.PNG
-    max_file_bytes: int = 256 * 1024 * 1024
-    max_total_bytes: int = 20 * 1024**3
-    min_free_bytes: int = 512 * 1024 * 1024
-    max_open_files: int = 64
-
-
 # Whose episode it is: caller and session. Frames of a caller without one count as one episode.
 SessionKey = tuple[str, str]
-
-
-@dataclass(frozen=True, eq=False)
-class TimedStep:
-    """A step on its way to the disk, by both clocks: one that jumps and one that does not.
-
-    The step's index is that of its session; in the file it becomes that of the episode.
-    """
-
-    key: SessionKey
-    step: RecordedStep
-    wall_s: float
-    monotonic_s: float
-
-
-class DiskFullError(OSError):
-    """There is less room than the rules ask to keep free, or the cap cannot be kept."""
 
 
 @dataclass(eq=False)
@@ -85,41 +55,44 @@ def open_new(path: Path) -> FileIO:
 
 @dataclass(eq=False)
 class EpisodeFiles:
-    """All episodes being written."""
+    """All episodes being written: where they go, and how much room they may take."""
 
-    rules: RecordingRules
+    directory: Path
+    encoding: ImageEncoding = ImageEncoding.PNG
+    max_file_bytes: int = 256 * 1024 * 1024
+    max_total_bytes: int = 20 * 1024**3
+    min_free_bytes: int = 512 * 1024 * 1024
+    max_open_files: int = 64
     info: ServerInfo | None = None
     open_file: Callable[[Path], FileIO] = open_new
     num_steps: int = 0  # written since the start
     num_bytes: int = 0
+    total_bytes: int = 0  # of all recordings in the directory, those of earlier runs included
     _open: OrderedDict[SessionKey, _OpenEpisode] = field(default_factory=OrderedDict)
-    _total_bytes: int = 0
 
     def __post_init__(self) -> None:
-        self._lock = locked(self.rules.directory)
+        self._lock = locked(self.directory)
         existing = self._existing()
-        self._total_bytes = sum(_num_bytes(path) for path in existing)
+        self.total_bytes = sum(_num_bytes(path) for path in existing)
         self._number = max((_number_of(path) for path in existing), default=0)
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all recordings in the directory, those of earlier runs included."""
-        return self._total_bytes
+    def write(self, key: SessionKey, step: RecordedStep, wall_s: float) -> None:
+        """Append a step to its episode, opening a file where it has none.
 
-    def write(self, timed: TimedStep) -> None:
-        """Append a step to its episode, opening a file where it has none."""
-        episode = self._open.get(timed.key)
-        if episode is not None and episode.num_steps and _starts_anew(timed):
-            self._finish(timed.key, "forgotten")
+        A step has two times: `wall_s` by the clock that jumps, `at_s` by the one that does not. Its
+        index is that of its session. In the file both become those of the episode.
+        """
+        episode = self._open.get(key)
+        if episode is not None and episode.num_steps and _starts_anew(key, step):
+            self._finish(key, "forgotten")
             episode = None
-        episode = episode or self._begin(timed, part=0)
-        if episode.num_bytes > self.rules.max_file_bytes:
-            self._finish(timed.key, "continued")
-            episode = self._begin(timed, part=episode.header.part + 1, before=episode)
-        self._open.move_to_end(timed.key)
-        at_s = timed.monotonic_s - episode.started_s
-        step = replace(timed.step, index=episode.num_steps, at_s=at_s)
-        self._append(episode, encode_step(step, self.rules.encoding))
+        episode = episode or self._begin(key, wall_s, step.at_s)
+        if episode.num_bytes > self.max_file_bytes:
+            self._finish(key, "continued")
+            episode = self._begin(key, wall_s, step.at_s, before=episode)
+        self._open.move_to_end(key)
+        step = replace(step, index=episode.num_steps, at_s=step.at_s - episode.started_s)
+        self._append(episode, encode_step(step, self.encoding))
         episode.num_steps += 1
         self.num_steps += 1
         if self.num_steps % _CHECK_DISK_EVERY == 0:
@@ -140,24 +113,24 @@ class EpisodeFiles:
         self._lock.close()
 
     def _begin(
-        self, timed: TimedStep, part: int, before: _OpenEpisode | None = None
+        self, key: SessionKey, wall_s: float, at_s: float, before: _OpenEpisode | None = None
     ) -> _OpenEpisode:
         self._make_room()
-        while len(self._open) >= self.rules.max_open_files:
+        while len(self._open) >= self.max_open_files:
             self._finish(next(iter(self._open)), "idle")
-        caller, session_id = timed.key
+        caller, session_id = key
         header = EpisodeHeader(
             session_id=session_id,
-            started_at=timed.wall_s,
+            started_at=wall_s,
             policy="" if self.info is None else self.info.policy,
             caller=caller,
-            part=part,
+            part=0 if before is None else before.header.part + 1,
             details={} if self.info is None else _details(self.info),
         )
         self._number += 1
-        path = self.rules.directory / _file_name(header, self._number)
+        path = self.directory / _file_name(header, self._number)
         file = self.open_file(path)
-        started_s = timed.monotonic_s if before is None else before.started_s
+        started_s = at_s if before is None else before.started_s
         num_steps = 0 if before is None else before.num_steps
         episode = _OpenEpisode(file, path, header, started_s, num_steps)
         try:
@@ -166,14 +139,14 @@ class EpisodeFiles:
             file.close()
             path.unlink(missing_ok=True)  # half a header is nothing that could be read
             raise
-        self._open[timed.key] = episode
+        self._open[key] = episode
         return episode
 
     def _append(self, episode: _OpenEpisode, record: bytes) -> None:
         """Write a record whole or not at all."""
         append_whole(episode.file, record)
         episode.num_bytes += len(record)
-        self._total_bytes += len(record)
+        self.total_bytes += len(record)
         self.num_bytes += len(record)
 
     def _finish(self, key: SessionKey, reason: str) -> None:
@@ -183,30 +156,29 @@ class EpisodeFiles:
 
     def _make_room(self) -> None:
         """Delete the oldest closed recordings beyond the cap; refuse to fill the disk."""
-        self.rules.directory.mkdir(parents=True, exist_ok=True)
-        if self._total_bytes > self.rules.max_total_bytes:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if self.total_bytes > self.max_total_bytes:
             writing = {episode.path for episode in self._open.values()}
             for path in self._existing():
-                if self._total_bytes <= self.rules.max_total_bytes:
+                if self.total_bytes <= self.max_total_bytes:
                     break
                 if path not in writing:
-                    self._total_bytes -= _num_bytes(path)
+                    self.total_bytes -= _num_bytes(path)
                     path.unlink(missing_ok=True)
-            if self._total_bytes > self.rules.max_total_bytes:
-                raise DiskFullError(
-                    f"{self.rules.directory}: the open recordings alone take more than "
-                    f"{self.rules.max_total_bytes} bytes"
+            if self.total_bytes > self.max_total_bytes:
+                raise OSError(
+                    f"{self.directory}: the open recordings alone take more than "
+                    f"{self.max_total_bytes} bytes"
                 )
-        free = shutil.disk_usage(self.rules.directory).free
-        if free < self.rules.min_free_bytes:
-            raise DiskFullError(
-                f"{self.rules.directory}: {free} bytes free, "
-                f"{self.rules.min_free_bytes} are to be kept free"
+        free = shutil.disk_usage(self.directory).free
+        if free < self.min_free_bytes:
+            raise OSError(
+                f"{self.directory}: {free} bytes free, {self.min_free_bytes} are to be kept free"
             )
 
     def _existing(self) -> list[Path]:
         """Return all recordings, the oldest first, whatever the clock said when."""
-        found = self.rules.directory.glob(f"*/*{SUFFIX}")
+        found = self.directory.glob(f"*/*{SUFFIX}")
         own = [path for path in found if path.is_file() and not path.is_symlink()]
         return sorted(own, key=lambda path: (_number_of(path), path))
 
@@ -240,9 +212,9 @@ def _num_bytes(path: Path) -> int:
         return 0
 
 
-def _starts_anew(timed: TimedStep) -> bool:
+def _starts_anew(key: SessionKey, step: RecordedStep) -> bool:
     """Is this the first frame of a session that the server had forgotten meanwhile?"""
-    return timed.step.index == 0 and timed.key[1] != ""
+    return step.index == 0 and key[1] != ""
 
 
 def _details(info: ServerInfo) -> dict[str, str]:

@@ -23,14 +23,8 @@ from deft_client.errors import MalformedMessageError, UnusableValueError
 from deft_client.recordings import RecordedStep
 from deft_client.types import ServerInfo
 from deft_server.http.gate import ADMIN_PREFIX
-from deft_server.recording.files import (
-    EpisodeFiles,
-    RecordingRules,
-    SessionKey,
-    TimedStep,
-    locked,
-)
-from deft_server.serving.events import Event, EventBus, FinishedAction, SessionEnded
+from deft_server.recording.files import EpisodeFiles, SessionKey, locked
+from deft_server.serving.events import Event, EventBus, SessionEnded
 from deft_server.serving.service import Service
 from deft_server.settings import SettingsError
 
@@ -38,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_WAITING = 256  # steps between the event loop and the disk
 MAX_WAITING_BYTES = 64 * 1024 * 1024  # of their decoded pictures
-_Job = TimedStep | SessionKey
+# Whose frame it is, the step or None for the session's end, and when, by the clock on the wall.
+_Job = tuple[SessionKey, RecordedStep | None, float]
 
 
 @dataclass(frozen=True)
@@ -55,16 +50,14 @@ class RecordingStatus:
 class SessionRecording:
     """The recording of one server. `start` and `stop` may be called any number of times."""
 
-    build_files: Callable[[RecordingRules], EpisodeFiles] = EpisodeFiles
-
     def __init__(
         self,
-        rules: RecordingRules,
+        open_files: Callable[[], EpisodeFiles],
         events: EventBus,
         registry: CollectorRegistry,
         info: Callable[[], ServerInfo],
     ) -> None:
-        self._rules = rules
+        self._open_files = open_files
         self._events = events
         self._info = info
         self._files: EpisodeFiles | None = None
@@ -104,8 +97,7 @@ class SessionRecording:
         """Record from now on. Raises `OSError` where the directory cannot be used."""
         if self._is_on:
             return
-        self._rules.directory.mkdir(parents=True, exist_ok=True)
-        files = self._files = self.build_files(self._rules)
+        files = self._files = self._open_files()
         queue = self._queue = Queue(_MAX_WAITING)
         self._waiting_bytes = 0
         self._reason = "stopped unexpectedly"
@@ -175,31 +167,34 @@ class SessionRecording:
             self._waiting_bytes -= num_bytes
 
     def _write(self, files: EpisodeFiles, job: _Job) -> None:
-        if isinstance(job, tuple):
-            files.end(job, "reset")
+        key, step, wall_s = job
+        if step is None:
+            files.end(key, "reset")
             return
         before = files.num_bytes
-        files.write(job)
+        files.write(key, step, wall_s)
         self._steps.inc()
         self._bytes.inc(files.num_bytes - before)
 
 
 def _num_bytes(job: _Job) -> int:
     """Return what a job holds in memory, but for small change."""
-    if isinstance(job, tuple):
+    step = job[1]
+    if step is None:
         return 0
-    seen = job.step.observation
+    seen = step.observation
     return sum(one.nbytes for one in (seen.image, *seen.cameras.values()))
 
 
 def _job_of(event: Event) -> _Job | None:
-    if isinstance(event, SessionEnded):
-        return event.caller, event.session_id
-    if not isinstance(event, FinishedAction) or event.chunk is None:
-        return None
-    step = RecordedStep(event.step, 0.0, event.observation, event.options, event.chunk)
     key = event.caller, event.session_id or ""
-    return TimedStep(key, step, time.time(), time.monotonic())
+    if isinstance(event, SessionEnded):
+        return key, None, time.time()
+    if event.chunk is None:
+        return None
+    at_s = time.monotonic()
+    step = RecordedStep(event.step, at_s, event.observation, event.options, event.chunk)
+    return key, step, time.time()
 
 
 def build_recording(service: Service) -> SessionRecording | None:
@@ -207,9 +202,10 @@ def build_recording(service: Service) -> SessionRecording | None:
     settings = service.settings
     if settings.record is None:
         return None
-    rules = RecordingRules(
-        directory=settings.record,
-        encoding=settings.record_frames,
+    open_files = partial(
+        EpisodeFiles,
+        settings.record,
+        settings.record_frames,
         max_total_bytes=settings.record_max_bytes,
         min_free_bytes=settings.record_min_free_bytes,
     )
@@ -218,7 +214,7 @@ def build_recording(service: Service) -> SessionRecording | None:
     except OSError as error:
         raise SettingsError(f"cannot record to {settings.record}: {error}") from error
     registry = service.metrics.registry
-    return SessionRecording(rules, service.events, registry, lambda: service.last_info)
+    return SessionRecording(open_files, service.events, registry, lambda: service.last_info)
 
 
 def build_recording_router(recording: SessionRecording | None) -> APIRouter:

@@ -7,9 +7,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,12 +22,7 @@ from deft_client.recordings import Ending, RecordedStep, find_episodes
 from deft_client.types import ActionChunk, ActOptions, Observation
 from deft_client.wire.images import ImageEncoding
 from deft_policies.constant import ConstantPolicy
-from deft_server.recording.files import (
-    EpisodeFiles,
-    RecordingRules,
-    TimedStep,
-    open_new,
-)
+from deft_server.recording.files import EpisodeFiles, SessionKey, open_new
 from deft_server.recording.writer import MAX_WAITING_BYTES, SessionRecording
 from deft_server.serving.events import EventBus, FinishedAction, SessionEnded
 from tests.recorded_episodes import read_episode
@@ -45,11 +43,11 @@ def answered(session_id: str | None = "arm", step: int = 0, caller: str = "lab")
 class Server:
     """An event bus with a recording at it."""
 
-    def __init__(self, rules: RecordingRules) -> None:
+    def __init__(self, open_files: Callable[[], EpisodeFiles]) -> None:
         self.registry = CollectorRegistry()
         self.events = EventBus()
         self.recording = SessionRecording(
-            rules, self.events, self.registry, lambda: ConstantPolicy().info
+            open_files, self.events, self.registry, lambda: ConstantPolicy().info
         )
 
     def metric(self, name: str, **labels: str) -> float:
@@ -63,12 +61,14 @@ class Server:
         raise AssertionError("the recording did not stop")
 
 
-def rules(directory: Path, **values: int) -> RecordingRules:
-    return RecordingRules(directory, **{"min_free_bytes": 0, **values})  # type: ignore[arg-type]
+def files_in(
+    directory: Path, kind: type[EpisodeFiles] = EpisodeFiles, **values: Any
+) -> Callable[[], EpisodeFiles]:
+    return partial(kind, directory, **{"min_free_bytes": 0, **values})
 
 
 def test_each_episode_of_each_session_is_a_file(tmp_path: Path) -> None:
-    server = Server(rules(tmp_path))
+    server = Server(files_in(tmp_path))
     server.recording.start()
     for step in range(3):
         server.events.publish(answered("arm", step))
@@ -93,7 +93,7 @@ def test_each_episode_of_each_session_is_a_file(tmp_path: Path) -> None:
 
 
 def test_frames_without_a_session_are_one_episode_of_their_caller(tmp_path: Path) -> None:
-    server = Server(rules(tmp_path))
+    server = Server(files_in(tmp_path))
     server.recording.start()
     for step in range(4):
         server.events.publish(answered(None, step))
@@ -108,7 +108,7 @@ def test_frames_without_a_session_are_one_episode_of_their_caller(tmp_path: Path
 
 
 def test_errors_are_not_steps(tmp_path: Path) -> None:
-    server = Server(rules(tmp_path))
+    server = Server(files_in(tmp_path))
     server.recording.start()
     frame = answered()
     values = {**vars(frame), "chunk": None, "error": ValueError("x")}
@@ -118,7 +118,7 @@ def test_errors_are_not_steps(tmp_path: Path) -> None:
 
 
 def test_recording_can_be_switched_off_and_on_again(tmp_path: Path) -> None:
-    server = Server(rules(tmp_path))
+    server = Server(files_in(tmp_path))
     assert server.recording.status.reason == "never started"
     for step in range(2):
         server.recording.start()
@@ -134,7 +134,7 @@ def test_recording_can_be_switched_off_and_on_again(tmp_path: Path) -> None:
 
 
 def test_a_long_episode_is_continued_in_parts(tmp_path: Path) -> None:
-    server = Server(rules(tmp_path, max_file_bytes=5_000))
+    server = Server(files_in(tmp_path, max_file_bytes=5_000))
     server.recording.start()
     for step in range(20):
         server.events.publish(answered("arm", step))
@@ -146,7 +146,7 @@ def test_a_long_episode_is_continued_in_parts(tmp_path: Path) -> None:
 
 
 def test_beyond_the_cap_the_oldest_closed_recordings_go(tmp_path: Path) -> None:
-    server = Server(rules(tmp_path, max_file_bytes=2_000, max_total_bytes=20_000))
+    server = Server(files_in(tmp_path, max_file_bytes=2_000, max_total_bytes=20_000))
     server.recording.start()
     for step in range(60):
         server.events.publish(answered("arm", step))
@@ -160,14 +160,16 @@ def test_beyond_the_cap_the_oldest_closed_recordings_go(tmp_path: Path) -> None:
 def test_a_clock_set_back_does_not_make_the_newest_recordings_the_oldest(tmp_path: Path) -> None:
     """A robot without a battery clock lost what it had just recorded."""
     for session, wall_s in (("before", 1_700_000_000.0), ("after", 5.0)):
-        files = EpisodeFiles(rules(tmp_path, max_total_bytes=2_500))
+        files = files_in(tmp_path, max_total_bytes=2_500)()
         for number in range(2):
             frame = answered(session, number)
             assert frame.chunk is not None
-            step = RecordedStep(number, 0.0, frame.observation, frame.options, frame.chunk)
-            files.write(TimedStep(("lab", session), step, wall_s, float(number)))
+            step = RecordedStep(
+                number, float(number), frame.observation, frame.options, frame.chunk
+            )
+            files.write(("lab", session), step, wall_s)
         files.close("stopped")
-    files = EpisodeFiles(rules(tmp_path, max_total_bytes=2_500))
+    files = files_in(tmp_path, max_total_bytes=2_500)()
     files._make_room()
     files.close("stopped")
     (kept,) = find_episodes(tmp_path)
@@ -176,11 +178,11 @@ def test_a_clock_set_back_does_not_make_the_newest_recordings_the_oldest(tmp_pat
 
 def test_two_servers_do_not_record_into_one_folder(tmp_path: Path) -> None:
     """Each deleted what the other was writing, and neither heard of it."""
-    first = EpisodeFiles(rules(tmp_path))
+    first = files_in(tmp_path)()
     with pytest.raises(OSError, match="another server records here"):
-        EpisodeFiles(rules(tmp_path))
+        files_in(tmp_path)()
     first.close("stopped")
-    EpisodeFiles(rules(tmp_path)).close("stopped")
+    files_in(tmp_path)().close("stopped")
 
 
 class StuckFiles(EpisodeFiles):
@@ -188,15 +190,14 @@ class StuckFiles(EpisodeFiles):
 
     let = threading.Event()
 
-    def write(self, timed: TimedStep) -> None:
+    def write(self, key: SessionKey, step: RecordedStep, wall_s: float) -> None:
         assert self.let.wait(20)
-        super().write(timed)
+        super().write(key, step, wall_s)
 
 
 def test_a_disk_that_is_slow_when_stopped_is_left_behind(tmp_path: Path) -> None:
-    server = Server(rules(tmp_path))
     StuckFiles.let = threading.Event()
-    server.recording.build_files = StuckFiles
+    server = Server(files_in(tmp_path, StuckFiles))
     server.recording.start()
     server.events.publish(answered())
     server.recording.stop(timeout_s=0.01)
@@ -208,9 +209,8 @@ def test_a_disk_that_is_slow_when_stopped_is_left_behind(tmp_path: Path) -> None
 
 def test_what_waits_for_the_disk_is_bounded_by_bytes(tmp_path: Path) -> None:
     """256 frames of 4096 x 1024 are three gigabytes."""
-    server = Server(rules(tmp_path))
     StuckFiles.let = threading.Event()
-    server.recording.build_files = StuckFiles
+    server = Server(files_in(tmp_path, StuckFiles))
     server.recording.start()
     image = np.zeros((1024, 4096, 3), np.uint8)
     for step in range(20):
@@ -233,10 +233,7 @@ class SlowDisk(FileIO):
 
 
 def test_a_disk_that_takes_a_record_in_parts_gets_all_of_it(tmp_path: Path) -> None:
-    server = Server(rules(tmp_path))
-    server.recording.build_files = lambda given: EpisodeFiles(
-        given, open_file=lambda path: SlowDisk(_new(path), "wb")
-    )
+    server = Server(files_in(tmp_path, open_file=lambda path: SlowDisk(_new(path), "wb")))
     server.recording.start()
     for step in range(3):
         server.events.publish(answered("arm", step))
@@ -260,12 +257,7 @@ class FullDisk(FileIO):
 
 def test_a_full_disk_stops_the_recording_and_keeps_every_whole_step(tmp_path: Path) -> None:
     FullDisk.room = 3_000
-
-    def build(given: RecordingRules) -> EpisodeFiles:
-        return EpisodeFiles(given, open_file=lambda path: FullDisk(_new(path), "wb"))
-
-    server = Server(rules(tmp_path))
-    server.recording.build_files = build
+    server = Server(files_in(tmp_path, open_file=lambda path: FullDisk(_new(path), "wb")))
     server.recording.start()
     for step in range(10):
         server.events.publish(answered("arm", step))
@@ -291,7 +283,7 @@ def _new(path: Path) -> Path:
 
 
 def test_the_last_of_the_disk_is_left_to_others(tmp_path: Path) -> None:
-    server = Server(rules(tmp_path, min_free_bytes=10**18))
+    server = Server(files_in(tmp_path, min_free_bytes=10**18))
     server.recording.start()
     server.events.publish(answered())
     server.wait_until_off()
@@ -300,7 +292,7 @@ def test_the_last_of_the_disk_is_left_to_others(tmp_path: Path) -> None:
 
 def test_a_directory_that_cannot_be_made_is_said_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    server = Server(rules(tmp_path / "file" / "below"))
+    server = Server(files_in(tmp_path / "file" / "below"))
     with pytest.raises(OSError, match="file"):
         server.recording.start()
     assert not server.recording.status.is_on
@@ -310,7 +302,7 @@ def test_what_only_looks_like_a_recording_does_not_stop_the_next_one(tmp_path: P
     """A dangling link kept the server from starting; a folder would have been deleted."""
     (tmp_path / "day" / "folder.deftrec").mkdir(parents=True)
     (tmp_path / "day" / "link.deftrec").symlink_to(tmp_path / "nowhere")
-    server = Server(rules(tmp_path, max_total_bytes=1, max_file_bytes=1))
+    server = Server(files_in(tmp_path, max_total_bytes=1, max_file_bytes=1))
     server.recording.start()
     assert server.recording.status.is_on
     assert server.recording.status.bytes_kept == 0
@@ -320,13 +312,13 @@ def test_what_only_looks_like_a_recording_does_not_stop_the_next_one(tmp_path: P
 
 
 def test_a_clock_that_jumps_neither_overwrites_nor_reorders_anything(tmp_path: Path) -> None:
-    files = EpisodeFiles(rules(tmp_path))
+    files = files_in(tmp_path)()
     key = ("lab", "arm")
     for number, wall_s in enumerate((1000.0, 5.0, 1000.0, 1000.0)):
         frame = answered("arm", number)
         assert frame.chunk is not None
-        step = RecordedStep(number, 0.0, frame.observation, frame.options, frame.chunk)
-        files.write(TimedStep(key, step, wall_s, monotonic_s=float(number)))
+        step = RecordedStep(number, float(number), frame.observation, frame.options, frame.chunk)
+        files.write(key, step, wall_s)
         if number:
             files.end(key, "reset")
     episodes = [read_episode(path) for path in find_episodes(tmp_path)]
@@ -338,9 +330,8 @@ def test_a_clock_that_jumps_neither_overwrites_nor_reorders_anything(tmp_path: P
 
 
 def test_idle_episodes_are_closed_when_too_many_are_open(tmp_path: Path) -> None:
-    files = EpisodeFiles(rules(tmp_path, max_open_files=2))
-    server = Server(rules(tmp_path))
-    server.recording.build_files = lambda _: files
+    files = files_in(tmp_path, max_open_files=2)()
+    server = Server(lambda: files)
     server.recording.start()
     for session in ("a", "b", "c"):
         server.events.publish(answered(session))
@@ -355,8 +346,8 @@ from pathlib import Path
 from deft_policies.constant import ConstantPolicy
 from deft_server.serving.events import EventBus
 from prometheus_client import CollectorRegistry
-from tests.server.recording.test_recording import Server, answered, rules
-server = Server(rules(Path(sys.argv[1])))
+from tests.server.recording.test_recording import Server, answered, files_in
+server = Server(files_in(Path(sys.argv[1])))
 server.recording.start()
 step = 0
 while True:
@@ -389,7 +380,7 @@ def test_after_a_kill_everything_that_was_written_is_readable(tmp_path: Path) ->
 
 
 def test_jpeg_can_be_chosen(tmp_path: Path) -> None:
-    server = Server(RecordingRules(tmp_path, ImageEncoding.JPEG, min_free_bytes=0))
+    server = Server(files_in(tmp_path, encoding=ImageEncoding.JPEG))
     server.recording.start()
     server.events.publish(answered())
     server.recording.stop()
@@ -398,7 +389,7 @@ def test_jpeg_can_be_chosen(tmp_path: Path) -> None:
 
 
 def test_a_session_that_was_forgotten_and_comes_again_is_another_episode(tmp_path: Path) -> None:
-    server = Server(rules(tmp_path))
+    server = Server(files_in(tmp_path))
     server.recording.start()
     for step in (0, 1, 2, 0, 1):
         server.events.publish(answered("arm", step))
@@ -410,11 +401,10 @@ def test_a_session_that_was_forgotten_and_comes_again_is_another_episode(tmp_pat
 
 def test_a_recorder_that_breaks_says_so_and_stops(tmp_path: Path) -> None:
     class Broken(EpisodeFiles):
-        def write(self, timed: TimedStep) -> None:
+        def write(self, key: SessionKey, step: RecordedStep, wall_s: float) -> None:
             raise ValueError("planted")
 
-    server = Server(rules(tmp_path))
-    server.recording.build_files = Broken
+    server = Server(files_in(tmp_path, Broken))
     server.recording.start()
     server.events.publish(answered())
     server.wait_until_off()
