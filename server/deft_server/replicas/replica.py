@@ -57,36 +57,22 @@ class Backlogs:
 class ReplicaAnswer:
     """What became of a frame, and who says so; with `policy` where the front knows another.
 
-    Exceptions travel as `_PackedError`, because not all of them can be pickled.
+    An exception travels as its class and arguments, because not all of them can be pickled.
     """
 
     replica: str
     version: str
-    answer: "ActAnswer | _PackedError"
+    answer: ActAnswer | tuple[type[Exception], tuple[str, ...]]
     failures: list[Failure]
     policy: HostedPolicy | None = None
     size: int = 1  # the most frames that were answered together with this one
 
     def unpacked(self) -> Outcome:
         """Return the answer as the scheduler knows it."""
-        return self.answer.unpacked() if isinstance(self.answer, _PackedError) else self.answer
-
-
-@dataclass(frozen=True)
-class _PackedError:
-    """A frame's failure: of the request, the device or the clock, or else of the policy."""
-
-    message: str
-    field: str | None = None
-    is_device: bool = False
-    is_late: bool = False
-
-    def unpacked(self) -> Exception:
-        if self.is_late:
-            return DeadlineError(self.message)
-        if self.field is not None:
-            return RequestError(self.field, self.message)
-        return DeviceError(self.message) if self.is_device else PolicyFailedError(self.message)
+        if isinstance(self.answer, ActAnswer):
+            return self.answer
+        kind, arguments = self.answer
+        return kind(*arguments)
 
 
 class Replica:
@@ -164,10 +150,11 @@ class Replica:
             self.busy_since_s = self._playing = None
 
 
-def _pack(answer: Outcome) -> ActAnswer | _PackedError:
-    if isinstance(answer, ActAnswer):
-        return answer
-    culprit = answer.field if isinstance(answer, RequestError) else None
-    return _PackedError(
-        str(answer), culprit, isinstance(answer, DeviceError), isinstance(answer, DeadlineError)
-    )
+def _pack(outcome: Outcome) -> ActAnswer | tuple[type[Exception], tuple[str, ...]]:
+    """Return what can travel: a failure of the request, the device or the clock, or the policy."""
+    if isinstance(outcome, ActAnswer):
+        return outcome
+    if isinstance(outcome, RequestError):
+        return RequestError, (outcome.field, str(outcome))
+    known = (one for one in (DeadlineError, DeviceError) if isinstance(outcome, one))
+    return next(known, PolicyFailedError), (str(outcome),)
