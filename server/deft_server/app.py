@@ -20,7 +20,6 @@ from deft_server.http.gate import Gate
 from deft_server.http.openapi import describe_bodies
 from deft_server.http.problems import answer_http_exception
 from deft_server.http.routes import (
-    PlainRoute,
     build_act_route,
     build_health_router,
     build_router,
@@ -68,8 +67,7 @@ class DeftApp(FastAPI):
         """Return the OpenAPI document, with the bodies that our routes read as raw bytes."""
         if self.openapi_schema is None:
             document = super().openapi()
-            plain = {route.path for route in self.router.routes if isinstance(route, PlainRoute)}
-            describe_bodies(document, self.service.settings.wire_limits, plain)
+            describe_bodies(document, self.service.settings.wire_limits)
         return super().openapi()
 
 

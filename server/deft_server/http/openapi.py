@@ -35,7 +35,7 @@ _ERRORS = {
 _REFUSALS = ("400", "401", "403", "408", "413", "415", "422", "429", "500", "503")
 
 
-def describe_bodies(document: Json, limits: WireLimits, plain: Collection[str]) -> None:
+def describe_bodies(document: Json, limits: WireLimits) -> None:
     """Add the bodies of our routes to a document that FastAPI made, and the plain routes to it."""
     _child(_child(document, "components"), "schemas").update(_schemas(limits))
     paths = _child(document, "paths")
@@ -48,8 +48,6 @@ def describe_bodies(document: Json, limits: WireLimits, plain: Collection[str]) 
         body: Json | None = None,
         summary: str = "",  # where FastAPI does not know the route
     ) -> None:
-        if path not in paths and path not in plain:
-            return
         described = _child(_child(paths, path), method)
         if body is not None:
             described["requestBody"] = body
