@@ -17,10 +17,11 @@ import pytest
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
+from deft_policies.commands.parse import PolicyCommand
 from deft_policies.constant import ConstantPolicy
 from deft_server.app import create_app
 from deft_server.commands.serve import ExitCode
-from deft_server.commands.settings_sources import ServeCommand, read_command
+from deft_server.commands.settings_sources import read_command
 from deft_server.settings import Settings
 from tests.server.certificates import make_certificate
 
@@ -232,17 +233,17 @@ def test_a_server_is_configured_by_the_environment_alone(compose: Compose) -> No
         "DEFT_TLS_KEY": "/config/server.key",
         "DEFT_RECORD": "",
     }
-    settings = settings_of(compose.services["server-cpu"], values)
-    given = settings.policy.namespace
+    policy, settings = settings_of(compose.services["server-cpu"], values)
+    given = policy.namespace
     assert (given.statistics_key, given.quantization) == ("libero_object", "int8")
     assert given.draft_heads == [Path("/checkpoints/head")]
-    assert settings.settings.keys_file == Path("/config/keys.toml")
-    assert settings.settings.tls_key == Path("/config/server.key")
-    assert settings.settings.record is None
-    assert settings_of(compose.services["server-cpu"], {}).settings.record == Path("/recordings")
+    assert settings.keys_file == Path("/config/keys.toml")
+    assert settings.tls_key == Path("/config/server.key")
+    assert settings.record is None
+    assert settings_of(compose.services["server-cpu"], {})[1].record == Path("/recordings")
 
 
-def settings_of(service: Service, values: dict[str, str]) -> ServeCommand:
+def settings_of(service: Service, values: dict[str, str]) -> tuple[PolicyCommand, Settings]:
     """What the program reads in the container, where compose fills in the variables like this."""
 
     def fill(found: re.Match[str]) -> str:
@@ -274,7 +275,7 @@ def test_systemd_restarts_the_server_where_that_helps(
     config = tmp_path / "deft.toml"
     config.write_text('policy = "constant"\n')
     given = [str(config) if one == "/etc/deft/deft.toml" else one for one in flags]
-    settings = read_command(ArgumentParser(allow_abbrev=False), given, {}).settings
+    _, settings = read_command(ArgumentParser(allow_abbrev=False), given, {})
     assert float(service["TimeoutStopSec"]) > settings.drain_s
     assert service["Restart"] == "on-failure"
     hopeless = set(map(int, service["RestartPreventExitStatus"].split()))

@@ -35,7 +35,7 @@ from deft_policies.families.options import ModelOptions
 from deft_policies.memory import SessionMemory
 from deft_server.commands.replay import PastStep, read_steps
 from deft_server.commands.serve import listen
-from deft_server.commands.settings_sources import ServeCommand, read_command
+from deft_server.commands.settings_sources import read_command
 from deft_server.serving.access import KeyFileError, read_keys
 from deft_server.settings import Settings, SettingsError, is_loopback
 
@@ -51,8 +51,10 @@ _TOO_FAR = 0.9  # of the error of never looking
 Errors = NDArray[np.float64]  # [frame], in shares of the statistics' range
 
 
-def examine_machine(settings: Settings) -> list[Finding]:
-    """Look at everything that does not depend on the policy."""
+def examine(command: PolicyCommand, settings: Settings) -> list[Finding]:
+    """Look at the machine and the policy."""
+    given = command.namespace
+    nothing = [Finding("policy", Verdict.GOOD, f"{given.policy} needs nothing")]
     return [
         examine_python(),
         examine_gpu(),
@@ -62,6 +64,7 @@ def examine_machine(settings: Settings) -> list[Finding]:
         *([] if settings.keys_file is None else [examine_keys(settings.keys_file)]),
         *([] if settings.tls_key is None else [examine_tls(settings)]),
         *([] if settings.record is None else [examine_disk(settings.record)]),
+        *(command.entry.examine(given) or nothing),
     ]
 
 
@@ -264,15 +267,15 @@ def main(arguments: list[str]) -> int:
     )  # fmt: skip
     add_camera_flag(parser)
     try:
-        command = read_command(parser, arguments, os.environ)
+        command, settings = read_command(parser, arguments, os.environ)
     except (SettingsError, PolicyError) as error:
         sys.stdout.write(_lines([Finding("settings", Verdict.BAD, str(error))]))
         return 1
-    findings = examine(command)
-    given = command.policy.namespace
+    findings = examine(command, settings)
+    given = command.namespace
     if given.demonstration is not None and not _num(findings, Verdict.BAD):
         try:
-            findings += examine_chains(command.policy, given.demonstration, read_cameras(given))
+            findings += examine_chains(command, given.demonstration, read_cameras(given))
         except (PolicyError, DeftError, OSError) as error:
             findings.append(Finding("demonstration", Verdict.BAD, str(error)))
     sys.stdout.write(_lines(findings))
@@ -284,15 +287,6 @@ def main(arguments: list[str]) -> int:
 
 def _num(findings: Sequence[Finding], verdict: Verdict) -> int:
     return sum(one.verdict is verdict for one in findings)
-
-
-def examine(command: ServeCommand) -> list[Finding]:
-    """Look at the machine and the policy."""
-    given = command.policy.namespace
-    policy = command.policy.entry.examine(given)
-    if not policy:
-        policy = [Finding("policy", Verdict.GOOD, f"{given.policy} needs nothing")]
-    return [*examine_machine(command.settings), *policy]
 
 
 def _lines(findings: Sequence[Finding]) -> str:

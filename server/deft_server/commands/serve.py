@@ -25,7 +25,7 @@ from deft_policies.commands.parse import PolicyCommand, load_by_words, target_fl
 from deft_policies.errors import PolicyError
 from deft_server.app import DeftApp, create_app
 from deft_server.commands.logs import end_logging, start_logging
-from deft_server.commands.settings_sources import ServeCommand, read_command
+from deft_server.commands.settings_sources import read_command
 from deft_server.http.connections import build_http_protocol, build_websocket_protocol
 from deft_server.replicas.front import ReplicaHost
 from deft_server.replicas.ray_serve import RayCluster, import_ray
@@ -65,27 +65,26 @@ def main(arguments: list[str]) -> int:
         description="Answer observations over HTTP and WebSocket.",
     )
     try:
-        command = read_command(parser, arguments, os.environ)
-        code = run(build_app(command))
+        policy, settings = read_command(parser, arguments, os.environ)
+        code = run(build_app(policy, settings))
     except (SettingsError, PolicyError, KeyFileError) as error:
         sys.stderr.write(f"deft serve: {error}\n")
         return ExitCode.BAD_SETTINGS
     if code is ExitCode.POLICY_HANGS:
         os._exit(code)  # its thread might keep the interpreter from ending
-    if command.settings.record is not None and sys.stderr.isatty():
-        flags = target_flags(command.policy.namespace)
-        sys.stderr.write(f"next: deft replay {quote(str(command.settings.record))} {flags}\n")
+    if settings.record is not None and sys.stderr.isatty():
+        flags = target_flags(policy.namespace)
+        sys.stderr.write(f"next: deft replay {quote(str(settings.record))} {flags}\n")
     return code
 
 
-def build_app(command: ServeCommand) -> DeftApp:
+def build_app(policy: PolicyCommand, settings: Settings) -> DeftApp:
     """Build the app around a policy of this machine, or around replicas of it."""
-    settings = command.settings
-    load = partial(load_by_words, *command.policy.words)
+    load = partial(load_by_words, *policy.words)
     if settings.replicas is None and settings.ray is None:
         return create_app(load, settings)
     import_ray()
-    cluster = RayCluster(settings, load, _version(command.policy))
+    cluster = RayCluster(settings, load, _version(policy))
     return create_app(RemotePolicy(partial(ReplicaHost, cluster)), settings)
 
 

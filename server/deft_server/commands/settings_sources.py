@@ -156,26 +156,18 @@ def _metavar(info: FieldInfo) -> str:
     return {int: "N", float: "X", Path: "PATH"}.get(kind, "TEXT")  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True)
-class ServeCommand:
-    """A policy with its own flags, and the settings of the server."""
-
-    policy: PolicyCommand
-    settings: Settings
-
-
 def policy_of_flags(options: Mapping[str, object]) -> PolicyCommand:
     """Return the policy that a table describes: `policy` is its name, the rest are its flags."""
-    flags = _as_flags({name.replace("-", "_"): value for name, value in options.items()})
-    return parse_command(ArgumentParser(allow_abbrev=False), list(flags))
+    return parse_command(ArgumentParser(allow_abbrev=False), list(_as_flags(options)))
 
 
 def read_command(
     parser: ArgumentParser, arguments: list[str], environment: Mapping[str, str]
-) -> ServeCommand:
+) -> tuple[PolicyCommand, Settings]:
     """Add all flags to a parser and merge the three sources; raise `SettingsError` on nonsense.
 
-    Flags beat the environment, which beats the file. Unknown flags end the program, as usual.
+    Returns a policy with its own flags, and the settings of the server. Flags beat the environment,
+    which beats the file. Unknown flags end the program, as usual.
     """
     first = ArgumentParser(add_help=False, allow_abbrev=False)
     for one in (first, parser):
@@ -190,5 +182,4 @@ def read_command(
     add_flags(parser)
     flags = [*file.policy_flags, *variables.policy_flags, *arguments]
     policy = parse_command(parser, flags, variables.policy or file.policy)
-    settings = build_settings(vars(policy.namespace), variables.settings, file.settings)
-    return ServeCommand(policy, settings)
+    return policy, build_settings(vars(policy.namespace), variables.settings, file.settings)
