@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
-from deft_client.types import ActionChunk, DecodeTrace, Image, Observation, PassTrace
+from deft_client.types import ActionChunk, DecodeTrace, Image, Observation
 from deft_policies.errors import NoActionError
 from deft_server.serving.access import Caller
 from deft_server.serving.events import Event, FinishedAction, SessionEnded
@@ -139,27 +139,21 @@ def _ratio(part: float, whole: float) -> float:
 
 def counts_of(trace: DecodeTrace) -> PassCounts:
     """Count what one decode trace says about speculation."""
-    total = PassCounts(
+    passes, kept = trace.passes, trace.accepted_lengths
+    levels = [_depth(one.parents) for one in passes]
+    decoding = [one for one in passes if not one.is_prefill]
+    return PassCounts(
         actions=1,
-        passes=len(trace.passes),
+        passes=len(passes),
+        drafting_passes=sum(level > 0 for level in levels),
+        tries=sum(min(length + 1, level) for length, level in zip(kept, levels, strict=True)),
+        kept=sum(kept),
+        levels=sum(levels),
+        draft_ms=sum(one.draft_ms for one in passes),
+        decode_passes=len(decoding),
+        decode_pass_ms=sum(one.pass_ms for one in decoding),
         tokens=len(trace.tokens),
         relaxed=sum(a != b for a, b in zip(trace.tokens, trace.predicted, strict=True)),
-    )
-    return sum(map(_count_pass, trace.passes), total)
-
-
-def _count_pass(one: PassTrace) -> PassCounts:
-    levels = _depth(one.parents)
-    kept = one.accepted_length
-    decodes = not one.is_prefill
-    return PassCounts(
-        drafting_passes=int(levels > 0),
-        tries=min(kept + 1, levels),
-        kept=kept,
-        levels=levels,
-        draft_ms=one.draft_ms,
-        decode_passes=int(decodes),
-        decode_pass_ms=one.pass_ms if decodes else 0.0,
     )
 
 
