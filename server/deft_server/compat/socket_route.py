@@ -11,7 +11,6 @@ import uuid
 from collections import deque
 from collections.abc import Mapping
 from functools import partial
-from importlib.metadata import version
 
 import numpy as np
 from numpy.typing import NDArray
@@ -177,7 +176,7 @@ class _PeerSocket(RobotSocket):
 
     def hello(self, info: ServerInfo) -> bytes:
         """Return the first message to the clients."""
-        return greeting(info, self.session_id, version("deft-vla"))
+        return greeting(info, self.session_id, self.service.version)
 
     async def answer(self, data: bytes, arrived_s: float) -> bytes | None:
         value = await self.unpacked(data)
