@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, replace
 from itertools import groupby, islice
 from pathlib import Path
 from shlex import quote
-from typing import TextIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -217,12 +216,7 @@ def _write(compared: Iterator[StepComparison], path: Path | None) -> Iterator[St
     if path is None:
         yield from compared
         return
-    with path.open("w", encoding="utf-8") as file:
+    with path.open("w", buffering=1, encoding="utf-8") as file:  # line by line, for whoever watches
         for one in compared:
-            _write_line(file, one)
+            file.write(json.dumps(asdict(one)) + "\n")
             yield one
-
-
-def _write_line(file: TextIO, one: StepComparison) -> None:
-    file.write(json.dumps(asdict(one)) + "\n")
-    file.flush()
