@@ -69,7 +69,7 @@ class Caller:
     @property
     def owner(self) -> str:
         """Who shares are counted for: a key, or an address where there are none."""
-        return f"{self.name}@{self.address}"
+        return self.name if self.fingerprint else f"{self.name}@{self.address}"
 
 
 class KeyFileError(Exception):
@@ -165,7 +165,7 @@ class Access:
         self._default_rate_per_s = default_rate_per_s
         self._origins = frozenset(origins)
         self._hosts = ("localhost", "*.localhost", *(one.lower() for one in hosts))
-        self._buckets: OrderedDict[tuple[str, str, float], TokenBucket] = OrderedDict()
+        self._buckets: OrderedDict[tuple[str, float], TokenBucket] = OrderedDict()
         self._entries: tuple[tuple[bytes, Caller], ...] = ()
         self._checked_s = 0.0
         self._stamp: tuple[int, int, int] | None = None
@@ -199,7 +199,7 @@ class Access:
                 found = caller
         if found is None:
             raise MissingKeyError("this API key is not known here")
-        return found
+        return replace(found, address=address)
 
     def require_admin(self, caller: Caller) -> None:
         """Raise `ForbiddenError` unless the caller's key is an administrator's."""
@@ -217,7 +217,7 @@ class Access:
         rate_per_s = caller.rate_per_s or self._default_rate_per_s
         if rate_per_s is None:
             return 0.0
-        owner = (caller.name, caller.address, rate_per_s)
+        owner = (caller.owner, rate_per_s)
         bucket = self._buckets.get(owner)
         if bucket is None:
             bucket = TokenBucket(rate_per_s, caller.burst or rate_per_s)

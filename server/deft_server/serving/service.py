@@ -206,12 +206,10 @@ class Service:
         for name, reason in self.last_info.unread(observation).items():
             if self.settings.strict_inputs:
                 raise RequestError(name, f"{reason}; leave it out")
-            known = (caller.name or caller.address, name)
+            known = (caller.owner, name)
             if known not in self._warned and len(self._warned) < _MOST_WARNED:
                 self._warned.add(known)
-                logger.warning(
-                    "frames of %s have %s: %s (said once)", known[0] or "a caller", name, reason
-                )
+                logger.warning("frames of %s have %s: %s (said once)", *known, reason)
 
     def _asked(self, options: ActOptions) -> ActOptions:
         """Ask for trace and text when somebody watches, even if the caller wants neither.

@@ -333,6 +333,15 @@ def test_what_the_policy_does_not_look_at_is_said_once(caplog: pytest.LogCapture
     assert "have state: the policy reads no state" in lines[1]
 
 
+def test_it_is_said_once_for_each_caller(caplog: pytest.LogCaptureFixture):
+    with client_of(create_app(ConstantPolicy())) as client:
+        for address in ("10.0.0.7", "10.0.0.8"):
+            client._transport.client = (address, 1)  # type: ignore[attr-defined]
+            client.post("/v1/act", content=packed_with_state(), headers=MSGPACK)
+    lines = [one.getMessage() for one in caplog.records if "reads no state" in one.getMessage()]
+    assert [line.split()[2] for line in lines] == ["anonymous@10.0.0.7", "anonymous@10.0.0.8"]
+
+
 def test_a_strict_server_refuses_what_the_policy_does_not_look_at():
     with client_of(create_app(ConstantPolicy(), Settings(strict_inputs=True))) as client:
         refused = client.post("/v1/act", content=packed_with_state(), headers=MSGPACK)

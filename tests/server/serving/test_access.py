@@ -276,6 +276,18 @@ def test_a_new_rate_applies_to_open_streams(keys: Path, monkeypatch: pytest.Monk
         access.admit_frame(caller, 0.0)
 
 
+def test_robots_with_one_key_keep_their_own_address_and_share_its_rate(keys: Path):
+    """Two of VLA-0's clients with one key used to have one session, and each other's memory."""
+    keys.write_text(FILE.replace("[boss]", "rate_per_s = 1\n\n[boss]"))
+    access = Access(keys)
+    first, second = (access.identify(f"Bearer {ARM}", one) for one in ("10.0.0.7", "10.0.0.8"))
+    assert (first.address, second.address) == ("10.0.0.7", "10.0.0.8")
+    assert first.owner == second.owner
+    access.admit_frame(first, 0.0)
+    with pytest.raises(OverloadedError):
+        access.admit_frame(second, 0.0)
+
+
 def test_our_own_pages_and_listed_ones_may_call():
     app = create_app(ConstantPolicy(), Settings(cors_origins=("https://lab.example",)))
     with client_of(app) as client:
