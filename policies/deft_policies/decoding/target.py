@@ -29,7 +29,7 @@ from deft_policies.model.kv_cache import (
     tree_slots,
 )
 from deft_policies.model.llama import LlamaDecoder, first_layers, take_rows
-from deft_policies.model.passes import LlamaPasses, PassInput
+from deft_policies.model.passes import LlamaPasses
 from deft_policies.model.sizes import TokenRange
 from deft_policies.model.staging import keep_freed_memory, to_device
 
@@ -207,9 +207,7 @@ class Target:
             window = cache.open(num_rows, num_slots, read=num_slots, first_row=first)
             mask = None if causal else prefill_mask(plan, ancestors)
             rows_out = None if keeps_hidden else plan.node_slots
-            hidden = self._passes.run(
-                PassInput(embeds, plan.positions, window, mask, is_causal=causal, rows_out=rows_out)
-            )
+            hidden = self._passes.run(embeds, plan.positions, window, mask, causal, rows_out)
             scored = take_rows(hidden, plan.node_slots) if keeps_hidden else hidden
             return scored, self.logits(scored), hidden if keeps_hidden else hidden[:, :0]
 
@@ -268,7 +266,7 @@ class Target:
         positions = roots[:, None] + ancestors.sum(dim=2) - 1
         window = cache.open(num_rows, num_nodes, read, slots=tree_slots(roots, num_nodes))
         embeds, mask = self.decoder.embedding(tokens), tree_mask(roots, ancestors, read)
-        hidden = self._passes.run(PassInput(embeds, positions, window, mask))
+        hidden = self._passes.run(embeds, positions, window, mask)
         return self.logits(hidden), hidden
 
     def penalise(self, logits: Tensor, seen: Tensor, tree: DraftTree) -> Tensor:
@@ -330,15 +328,14 @@ class Target:
         num_rows, num_nodes = tree.tokens.shape
         embeds = self.decoder.embedding(tree.tokens)
         window = cache.open(num_rows, num_nodes, read=start + num_nodes, start=start)
-        if num_nodes == 1:
-            inputs = PassInput(embeds, start, window)
-        else:
+        positions: Tensor | int = start
+        mask = None
+        if num_nodes > 1:
             ancestors = tree.ancestor_mask()
             before = ancestors.new_ones((*ancestors.shape[:2], start))
             mask = torch.cat((before, ancestors), dim=2).unsqueeze(1)
             positions = start if tree.is_chain else start + tree.depths()
-            inputs = PassInput(embeds, positions, window, mask)
-        hidden = self._passes.run(inputs)
+        hidden = self._passes.run(embeds, positions, window, mask)
         return Scores(self.logits(hidden), hidden, tree.answers)
 
 

@@ -23,22 +23,6 @@ if TYPE_CHECKING:
 _MOST_QUERIES = 64  # tokens of a row whose attention is split: more fill a device by themselves
 
 
-@dataclass(frozen=True)
-class PassInput:
-    """The tokens of one pass, where they stand and what they may see: see `Attention`.
-
-    Without a `window` the tokens see each other alone, and nothing is kept of them. With
-    `rows_out`, only those tokens' output is wanted, and the last layer computes no others.
-    """
-
-    embeds: Tensor  # [row, token, width]
-    positions: Tensor | int  # [row, token] int64, or that of the first token in every row
-    window: CacheWindow | None = None
-    mask: Tensor | None = None  # [row, 1, token or 1, slot] bool
-    is_causal: bool = False
-    rows_out: Tensor | None = None  # [row, kept] int64
-
-
 class LlamaPasses:
     """Runs passes of a decoder whose weights do not change any more.
 
@@ -59,27 +43,38 @@ class LlamaPasses:
             for one in (self.head, *(one for layer in self._layers for one in layer.projections)):
                 one.rows = self.rows
 
-    def run(self, tokens: PassInput) -> Tensor:
-        """Hidden states after the final norm, [row, token, width], of `rows_out` if given.
+    def run(
+        self,
+        embeds: Tensor,
+        positions: Tensor | int,
+        window: CacheWindow | None = None,
+        mask: Tensor | None = None,
+        is_causal: bool = False,
+        rows_out: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states after the final norm, [row, token, width], of tokens [row, token, width].
 
+        `positions` are int64 [row, token], or that of the first token in every row; what tokens may
+        see, by a bool `mask` [row, 1, token or 1, slot], is said by `Attention`. With `rows_out`
+        [row, kept], only those tokens' output is wanted, and the last layer computes no others.
         Every layer but the last computes every token, because later layers read their keys.
         """
-        attend = self._attention(tokens)
+        attend = self._attention(embeds, positions, window, mask, is_causal)
         # A copy, because layers add to it in place.
-        hidden, branch = self.padded(tokens.embeds.flatten(0, 1).clone()), None
-        num_out = len(tokens.embeds) * tokens.embeds.shape[1]
+        hidden, branch = self.padded(embeds.flatten(0, 1).clone()), None
+        num_out = len(embeds) * embeds.shape[1]
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             fused = layer.qkv.apply(layer.attention_norm.apply(hidden, branch))
-            if index == last and tokens.rows_out is not None:
-                attend = attend.of_rows_out(tokens.rows_out)
-                num_out = tokens.rows_out.numel()
+            if index == last and rows_out is not None:
+                attend = attend.of_rows_out(rows_out)
+                num_out = rows_out.numel()
                 hidden = attend.keep(hidden)
             branch = layer.out.add_to(hidden, attend.mix(index, fused))
             gate_up = layer.gate_up.apply(layer.mlp_norm.apply(hidden, branch))
             branch = layer.down.add_to(hidden, self._open(gate_up, layer.down))
         normed = self._norm.plain(hidden, branch)[:num_out]
-        return normed.view(len(tokens.embeds), -1, normed.shape[1])
+        return normed.view(len(embeds), -1, normed.shape[1])
 
     def padded(self, rows: Tensor) -> Tensor:
         """[row, width] as its products need it."""
@@ -100,24 +95,26 @@ class LlamaPasses:
             )
         )
 
-    def _attention(self, tokens: PassInput) -> Attention:
-        mask, window, kernels = tokens.mask, tokens.window, self._kernels
-        sums_in = tokens.embeds.dtype if self.rows is None else torch.float64
+    def _attention(
+        self,
+        embeds: Tensor,
+        positions: Tensor | int,
+        window: CacheWindow | None,
+        mask: Tensor | None,
+        is_causal: bool,
+    ) -> Attention:
+        sizes, kernels = self._sizes, self._kernels
         if mask is not None:
-            mask = added_mask(mask, sums_in)
-        cos, sin = self._rotary(tokens.positions, tokens.embeds)
-        shared = (self._sizes, cos, sin, mask, tokens.is_causal)
+            mask = added_mask(mask, embeds.dtype if self.rows is None else torch.float64)
+        cos, sin = self._rotary(positions, embeds)
+        shared = (sizes, cos, sin, mask, is_causal)
         if self.rows is not None:
-            mixed = self._room(tokens.embeds)
+            num_tokens = embeds.shape[0] * embeds.shape[1]
+            mixed = self.padded(embeds.new_zeros(num_tokens, sizes.num_heads * sizes.head_dim))
             return _InvariantAttention(*shared, window, rows=self.rows, mixed=mixed)
         if kernels is None or window is None:
             return Attention(*shared, window)
         return _FusedAttention(*shared, window=window, kernels=kernels)
-
-    def _room(self, embeds: Tensor) -> Tensor:
-        """Zeros for the mixed values of a pass, padded."""
-        inner = self._sizes.num_heads * self._sizes.head_dim
-        return self.padded(embeds.new_zeros(embeds.shape[0] * embeds.shape[1], inner))
 
     def _open(self, gate_up: Tensor, reader: "Projection") -> "Tensor | Fp8Rows":
         """silu(gate) * up."""

@@ -24,7 +24,7 @@ from deft_policies.families.model import Encode, OnePassModel, Values
 from deft_policies.families.oft.modules import RegressionHead, StateProjector
 from deft_policies.model.graphs import BUCKET, Reserve, StepRunner, Tensors
 from deft_policies.model.image import ImageProcessor
-from deft_policies.model.passes import LlamaPasses, PassInput
+from deft_policies.model.passes import LlamaPasses
 from deft_policies.model.staging import to_device
 from deft_policies.model.statistics import ActionStatistics
 from deft_policies.model.vla import OpenVLAModel
@@ -275,8 +275,7 @@ class Oft(OnePassModel):
             mask = is_used[:, None, None, :]
         last_of_prompt = self.num_before + lengths - 1
         read = last_of_prompt[:, None] + every[:num_values]
-        given = PassInput(embeds, every.expand(rows, -1), mask=mask, rows_out=read)
-        hidden = self._passes.run(given)
+        hidden = self._passes.run(embeds, every.expand(rows, -1), mask=mask, rows_out=read)
         if self.parts.head is not None:
             return (self.parts.head(hidden).float(),)
         logits = self.network.decoder.head(hidden).float()
