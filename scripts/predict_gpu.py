@@ -79,7 +79,7 @@ def _level_ms(whole_vocabulary: bool) -> float:
     """One level of a head: a layer, the matrix that joins its inputs, and its logits."""
     config = openvla()
     width = config.llm.width
-    rows = config.llm.vocabulary if whole_vocabulary else len(config.vocabulary.tokens)
+    rows = config.llm.vocabulary if whole_vocabulary else len(config.action_tokens)
     weights = width * (4 * width + 3 * config.llm.mlp_width + 2 * width + rows)
     return limit_ms(Cost(2.0 * weights, 2.0 * weights))
 

@@ -11,7 +11,6 @@ from deft_policies.checkpoint.config import load_config
 from deft_policies.decoding.target import Prompts
 from deft_policies.model.prompt import PromptTemplate
 from deft_policies.model.sizes import (
-    ActionVocabulary,
     ImageProcessorConfig,
     LlamaSizes,
     Normalization,
@@ -19,6 +18,7 @@ from deft_policies.model.sizes import (
     ResizeStrategy,
     TowerConfig,
     TowerFamily,
+    find_action_tokens,
 )
 from deft_policies.model.statistics import ActionStatistics
 from deft_policies.model.vla import OpenVLAModel
@@ -61,7 +61,7 @@ def tiny_config(num_kv_heads: int = 4, num_layers: int = 2) -> OpenVLAConfig:
             letterbox_fill=(0, 0, 0),
             normalizations=(Normalization((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),) * 2,
         ),
-        vocabulary=ActionVocabulary(text_vocab_size=320),
+        action_tokens=find_action_tokens(text_vocab_size=320),
         prompt_template=PromptTemplate.OPENVLA,
         statistics={"tiny": ActionStatistics(-np.ones(7), np.ones(7), np.arange(7) < 6)},
     )

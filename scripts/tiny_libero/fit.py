@@ -267,7 +267,7 @@ class PolicyTrainer(CloneTrainer[PolicyNet, PolicyBatch]):
         super().__init__(config, net, samples, device)
         self._batches = Batches(samples, tokenizer, model_config, config.words)
         self._images = ImageProcessor(model_config.image, ImageChain.NONE)
-        self._actions = model_config.vocabulary.tokens
+        self._actions = model_config.action_tokens
 
     def run(
         self, directory: Path, warm_start: Path | None = None, with_board: bool = False

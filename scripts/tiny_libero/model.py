@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from deft_policies.model.prompt import PromptTemplate
 from deft_policies.model.sizes import (
-    ActionVocabulary,
+    DEFAULT_NUM_BINS,
     ImageProcessorConfig,
     LlamaSizes,
     Normalization,
@@ -17,6 +17,7 @@ from deft_policies.model.sizes import (
     ResizeStrategy,
     TowerConfig,
     TowerFamily,
+    find_action_tokens,
 )
 from deft_policies.model.statistics import ActionStatistics
 from deft_policies.model.vla import OpenVLAModel
@@ -68,8 +69,7 @@ def build_config(
         for family, prefix in _PREFIXES.items()
     )
     multiple = sizes.vocabulary_multiple
-    bins = ActionVocabulary(0).num_bins
-    text = -(-(num_words + bins) // multiple) * multiple
+    text = -(-(num_words + DEFAULT_NUM_BINS) // multiple) * multiple
     return OpenVLAConfig(
         llm=LlamaSizes(
             vocabulary=text + multiple,
@@ -87,7 +87,7 @@ def build_config(
             letterbox_fill=(0, 0, 0),
             normalizations=_NORMALIZATIONS,
         ),
-        vocabulary=ActionVocabulary(text),
+        action_tokens=find_action_tokens(text),
         prompt_template=PromptTemplate.OPENVLA,
         statistics=statistics,
     )

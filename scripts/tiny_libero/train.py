@@ -135,7 +135,7 @@ def _spoken_bits(episodes: Sequence[Demonstration], prepared: Prepared) -> str:
 def _samples(
     episode: Demonstration, config: OpenVLAConfig, statistics: ActionStatistics
 ) -> PolicySamples:
-    codec = ActionCodec(config.vocabulary)
+    codec = ActionCodec(config.action_tokens)
     request = request_of(episode)
     return PolicySamples(
         encoded=episode.encoded,

@@ -15,7 +15,6 @@ from deft_policies.errors import CheckpointError
 from deft_policies.model.prompt import PromptEncoder, PromptTemplate
 from deft_policies.model.sizes import (
     DEFAULT_NUM_BINS,
-    ActionVocabulary,
     ImageProcessorConfig,
     LlamaSizes,
     Normalization,
@@ -24,6 +23,7 @@ from deft_policies.model.sizes import (
     TowerConfig,
     TowerFamily,
     TrainingNotes,
+    find_action_tokens,
 )
 from deft_policies.model.statistics import ActionStatistics
 
@@ -81,7 +81,7 @@ def load_config(
         llm=llm,
         towers=towers,
         image=_read_image_processor(directory, towers),
-        vocabulary=ActionVocabulary(size, num_bins),
+        action_tokens=find_action_tokens(size, num_bins),
         prompt_template=_find_template(fields, directory, name),
         statistics=parse_statistics(find_statistics(fields, statistics_directory or directory)),
         training=load_training(directory),

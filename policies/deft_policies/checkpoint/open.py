@@ -167,7 +167,7 @@ def open_source(source: CheckpointSource) -> Checkpoint:
     """Check all of the files that were located; the weights stay where they are."""
     config = load_config(source.directory, source.name, source.find(STATISTICS_FILE))
     tokenizer = source.find(TOKENIZER_FILE)
-    encoder = load_encoder(tokenizer, config.prompt_template, config.vocabulary.text_vocab_size)
+    encoder = load_encoder(tokenizer, config.prompt_template, config.action_tokens.last + 1)
     stored = find_tensors(source.directory)
     shapes = {name: one.shape for name, one in stored.items()}
     check_tensors(source.directory, shapes, tensor_places(config))

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
-from deft_policies.model.sizes import ActionVocabulary
+from deft_policies.model.sizes import TokenRange
 from deft_policies.model.statistics import ActionStatistics
 
 # An arm's action: three of translation, three of rotation, and the gripper.
@@ -31,14 +31,14 @@ Actions = NDArray[np.float64]  # [..., action_dim]
 class ActionCodec:
     """Translates between action tokens, normalised actions and robot units."""
 
-    def __init__(self, vocabulary: ActionVocabulary) -> None:
-        self._vocabulary = vocabulary
-        self._edges = np.linspace(-1.0, 1.0, vocabulary.num_bins)
+    def __init__(self, action_tokens: TokenRange) -> None:
+        self._action_tokens = action_tokens
+        self._edges = np.linspace(-1.0, 1.0, len(action_tokens))
         self._centres = (self._edges[:-1] + self._edges[1:]) / 2.0
 
     def normalised(self, tokens: Tokens) -> Actions:
         """Bin centres of tokens. An id outside the action range counts as the nearest inside."""
-        bins = self._vocabulary.text_vocab_size - tokens - 1
+        bins = self._action_tokens.last - tokens
         return self._centres[np.clip(bins, 0, len(self._centres) - 1)]
 
     def decode(self, tokens: Tokens, statistics: ActionStatistics) -> Actions:
@@ -52,7 +52,7 @@ class ActionCodec:
         decodes like its neighbour.
         """
         normalised = np.clip(normalise(actions, statistics), -1.0, 1.0)
-        return self._vocabulary.text_vocab_size - np.digitize(normalised, self._edges)
+        return self._action_tokens.last + 1 - np.digitize(normalised, self._edges)
 
     def bin_widths(self, statistics: ActionStatistics) -> NDArray[np.float64]:
         """Robot units between the centres of neighbouring bins, [action_dim]."""
@@ -82,7 +82,7 @@ class ActionCodec:
 
     def _find_boundary(self, statistics: ActionStatistics) -> int:
         """The lowest token whose gripper value (the last dimension) is not above the threshold."""
-        action_tokens = self._vocabulary.tokens
+        action_tokens = self._action_tokens
         ids = np.arange(action_tokens.first, action_tokens.last + 1)
         rows = np.repeat(ids[:, None], statistics.action_dim, axis=1)
         is_above = self.decode(rows, statistics)[:, -1] > _OPEN_ABOVE

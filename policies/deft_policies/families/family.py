@@ -180,7 +180,7 @@ def load_network(
     if checkpoint is None:
         config = named_sizes(options.random_weights)
         network = build_random_model(config, device, dtype, options.seed, options.quantization)
-        encode: Encode = partial(word_ids, config.vocabulary.tokens.first)
+        encode: Encode = partial(word_ids, config.action_tokens.first)
     else:
         network = load_model(checkpoint, device, dtype, options.quantization)
         encode = checkpoint.encoder.encode

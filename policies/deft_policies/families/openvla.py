@@ -53,7 +53,7 @@ class VlaTarget(Target):
     ) -> None:
         super().__init__(
             model.decoder,
-            model.config.vocabulary.tokens,
+            model.config.action_tokens,
             action_rows_only=action_rows_only,
             runner=runner,
         )
@@ -104,7 +104,7 @@ class OpenVLA(TokenModel):
     ) -> None:
         network = target.model
         self.target = target
-        self.codec = ActionCodec(network.config.vocabulary)
+        self.codec = ActionCodec(network.config.action_tokens)
         self.reasoning_model = reasoning_model
         super().__init__(network, encode, images, statistics, target.runner)
         longest_answer = max(form.max_tokens for form in self.forms.values())
@@ -160,7 +160,7 @@ class OpenVLA(TokenModel):
             )
         if not isinstance(draft, OpenVLA):
             raise CheckpointError(f"--draft-model: {draft.family} has no action tokens")
-        theirs, ours = (one.network.config.vocabulary.num_bins for one in (draft, self))
+        theirs, ours = (len(one.network.config.action_tokens) for one in (draft, self))
         if theirs != ours:
             raise CheckpointError(
                 f"--draft-model: its actions have {theirs} bins, the target's {ours}; a draft "

@@ -15,7 +15,6 @@ from torch import Tensor
 from deft_policies.model.formats import Quantization
 from deft_policies.model.prompt import PromptTemplate
 from deft_policies.model.sizes import (
-    ActionVocabulary,
     ImageProcessorConfig,
     LlamaSizes,
     Normalization,
@@ -23,6 +22,7 @@ from deft_policies.model.sizes import (
     ResizeStrategy,
     TowerConfig,
     TowerFamily,
+    find_action_tokens,
 )
 from deft_policies.model.statistics import ActionStatistics
 from deft_policies.model.vla import OpenVLAModel
@@ -40,7 +40,7 @@ def openvla_7b() -> OpenVLAConfig:
         llm=_llama(32064, 4096, 11008, num_layers=32, num_heads=32),
         towers=(_DINOV2, _SIGLIP),
         image=ImageProcessorConfig(ResizeStrategy.NAIVE, 224, (127, 127, 127), (_HALVES,) * 2),
-        vocabulary=ActionVocabulary(text_vocab_size=32000),
+        action_tokens=find_action_tokens(text_vocab_size=32000),
         prompt_template=PromptTemplate.OPENVLA,
         statistics={STATISTICS_KEY: unit_statistics()},
     )
@@ -53,7 +53,7 @@ def openvla_small() -> OpenVLAConfig:
         openvla_7b(),
         llm=_llama(1088, 256, 688, num_layers=12, num_heads=8),
         towers=tuple(towers),
-        vocabulary=ActionVocabulary(text_vocab_size=1024),
+        action_tokens=find_action_tokens(text_vocab_size=1024),
     )
 
 

@@ -129,20 +129,12 @@ class ImageProcessorConfig:
     is_stretched: bool = True
 
 
-@dataclass(frozen=True)
-class ActionVocabulary:
-    """Where the action tokens lie: the last `num_bins` ids of the text vocabulary.
+def find_action_tokens(text_vocab_size: int, num_bins: int = DEFAULT_NUM_BINS) -> TokenRange:
+    """Ids that stand for bins: the last `num_bins` of the text vocabulary.
 
     Ids grow as values fall: the last id is the lowest bin.
     """
-
-    text_vocab_size: int
-    num_bins: int = DEFAULT_NUM_BINS
-
-    @property
-    def tokens(self) -> TokenRange:
-        """Ids that stand for bins."""
-        return TokenRange(self.text_vocab_size - self.num_bins, self.text_vocab_size - 1)
+    return TokenRange(text_vocab_size - num_bins, text_vocab_size - 1)
 
 
 @dataclass(frozen=True)
@@ -182,7 +174,7 @@ class OpenVLAConfig:
     llm: LlamaSizes
     towers: tuple[TowerConfig, ...]
     image: ImageProcessorConfig
-    vocabulary: ActionVocabulary
+    action_tokens: TokenRange  # the last ids of the text vocabulary; behind them is padding
     prompt_template: PromptTemplate
     statistics: Mapping[str, ActionStatistics]
     training: TrainingNotes = TrainingNotes()

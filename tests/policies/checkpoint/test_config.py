@@ -63,7 +63,7 @@ def test_sizes_of_the_golden_checkpoint() -> None:
     assert (siglip.family, siglip.heads, siglip.num_used_blocks) == (TowerFamily.SIGLIP, 4, 2)
     assert config.vision_width == 88
     assert config.num_patches == 256
-    assert (config.vocabulary.tokens.first, config.vocabulary.tokens.last) == (31744, 31999)
+    assert (config.action_tokens.first, config.action_tokens.last) == (31744, 31999)
     assert config.prompt_template is PromptTemplate.OPENVLA
 
 

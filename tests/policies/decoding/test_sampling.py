@@ -61,7 +61,7 @@ def test_draws_follow_the_softmax_of_logits_over_temperature(temperature: float)
 def test_a_row_draws_the_same_whatever_shares_its_batch() -> None:
     model = tiny_model()
     prompts = random_prompts(model, [4, 6, 2])
-    target = Target(model.decoder, model.config.vocabulary.tokens)
+    target = Target(model.decoder, model.config.action_tokens)
     sampled = find_method("autoregressive").with_sampling(1.5, seed=11)
     form = AnswerSpec.action(ActionSpace.in_bins(7))
 

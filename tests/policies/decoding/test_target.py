@@ -30,7 +30,7 @@ def runners() -> list[StepRunner]:
 
 
 def target_of(model: OpenVLAModel, runner: StepRunner | None = None) -> Target:
-    return Target(model.decoder, model.config.vocabulary.tokens, runner=runner)
+    return Target(model.decoder, model.config.action_tokens, runner=runner)
 
 
 def rows_of(target: Target, prompts: Prompts) -> KVCache:
@@ -200,7 +200,7 @@ def test_a_longer_prompt_and_a_larger_batch_make_the_cache_grow() -> None:
 
 def test_the_head_over_action_rows_alone_equals_that_part_of_the_whole() -> None:
     model = tiny_model()
-    actions = model.config.vocabulary.tokens
+    actions = model.config.action_tokens
     whole = target_of(model)
     part = Target(model.decoder, actions, action_rows_only=True)
     hidden = torch.randn(2, 3, model.config.llm.width)

@@ -7,11 +7,11 @@ from hypothesis.extra import numpy as hnp
 from deft_policies.checkpoint.config import load_config
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
 from deft_policies.families.action_tokens import ActionCodec, normalise
-from deft_policies.model.sizes import ActionVocabulary
+from deft_policies.model.sizes import find_action_tokens
 from deft_policies.model.statistics import ActionStatistics
 from tests import golden
 
-CODEC = ActionCodec(ActionVocabulary(text_vocab_size=32000))
+CODEC = ActionCodec(find_action_tokens(text_vocab_size=32000))
 LIBERO = load_config(golden.TINY_OPENVLA).statistics["libero_spatial"]
 
 
@@ -122,8 +122,8 @@ def test_limits_count_in_bins_when_the_robot_is_unknown() -> None:
 
 
 def test_a_small_vocabulary_has_its_action_tokens_at_its_end() -> None:
-    small = ActionVocabulary(text_vocab_size=1024)
-    assert (small.tokens.first, small.tokens.last) == (768, 1023)
+    small = find_action_tokens(text_vocab_size=1024)
+    assert (small.first, small.last) == (768, 1023)
     tokens = np.arange(769, 1024)
     assert np.array_equal(
         ActionCodec(small).normalised(tokens), CODEC.normalised(tokens + 32000 - 1024)

@@ -19,7 +19,7 @@ from deft_policies.families.openvla import OpenVLA
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.memory import SessionMemory
-from deft_policies.model.sizes import ActionVocabulary, OpenVLAConfig
+from deft_policies.model.sizes import OpenVLAConfig, find_action_tokens
 from deft_policies.model.statistics import ActionStatistics
 from scripts.tiny_libero.checkpoint_writer import write_checkpoint
 from scripts.tiny_libero.tokenizer import build_tokenizer
@@ -131,9 +131,9 @@ def test_rows_that_decode_differently_see_their_own_pictures(tmp_path: Path) -> 
 
 
 def test_a_draft_model_whose_actions_mean_something_else_is_refused(tmp_path: Path) -> None:
-    wide = ActionVocabulary(text_vocab_size=320, num_bins=128)
+    wide = find_action_tokens(text_vocab_size=320, num_bins=128)
     with pytest.raises(CheckpointError, match="128 bins.*256"):
-        load_policy(replace(GOLDEN, draft_model=str(tiny(tmp_path / "a", vocabulary=wide))))
+        load_policy(replace(GOLDEN, draft_model=str(tiny(tmp_path / "a", action_tokens=wide))))
     ours = golden_statistics()[KEY]
     other = {KEY: replace(ours, high=ours.high * 2 + 1)}
     with pytest.raises(CheckpointError, match="'libero_spatial'"):

@@ -42,7 +42,7 @@ def golden_policy(
     model = golden_model()
     config = model.config
     encoder = load_encoder(
-        golden.TINY_OPENVLA, config.prompt_template, config.vocabulary.text_vocab_size
+        golden.TINY_OPENVLA, config.prompt_template, config.action_tokens.last + 1
     )
     images = ImageProcessor(config.image, ImageChain.NONE)
     target = VlaTarget(model, runner=runner)

@@ -33,10 +33,10 @@ def test_written_checkpoints_are_read_back(tmp_path: Path) -> None:
 def test_a_written_configuration_is_read_back(tmp_path: Path, config: OpenVLAConfig) -> None:
     write_tiny(tmp_path / "model", config)
     again = load_config(tmp_path / "model")
-    assert (again.llm, again.towers, again.vocabulary) == (
+    assert (again.llm, again.towers, again.action_tokens) == (
         config.llm,
         config.towers,
-        config.vocabulary,
+        config.action_tokens,
     )
     assert again.prompt_template is config.prompt_template
     assert again.image.normalizations == config.image.normalizations

@@ -61,7 +61,7 @@ SIZES = PolicyModelConfig(
 UNITS = ActionStatistics(low=-np.ones(7), high=np.ones(7), mask=np.ones(7, np.bool_))
 TOKENIZER = build_tokenizer(["lift the milk", "put the butter", *vocabulary()], TAGS)
 CONFIG = build_config(SIZES, TOKENIZER.get_vocab_size(), {"made-up": UNITS})
-ACTIONS = CONFIG.vocabulary.tokens
+ACTIONS = CONFIG.action_tokens
 REQUESTS = (Request("lift the milk"), Request("put the butter"))
 
 

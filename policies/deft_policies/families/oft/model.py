@@ -95,7 +95,7 @@ class Oft(OnePassModel):
     ) -> None:
         """The statistics of actions and states are by key."""
         self.parts, self.states = parts.to(network.decoder.embedding.weight), states
-        self._codec = ActionCodec(network.config.vocabulary)
+        self._codec = ActionCodec(network.config.action_tokens)
         self._passes = LlamaPasses(network.decoder)
         super().__init__(network, encode, images, actions, runner or StepRunner())
         # Positions between the first prompt id and the second one, and all beside the prompt's ids.
