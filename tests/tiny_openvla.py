@@ -13,7 +13,6 @@ from deft_policies.model.prompt import PromptTemplate
 from deft_policies.model.sizes import (
     ImageProcessorConfig,
     LlamaSizes,
-    Normalization,
     OpenVLAConfig,
     ResizeStrategy,
     TowerConfig,
@@ -59,7 +58,7 @@ def tiny_config(num_kv_heads: int = 4, num_layers: int = 2) -> OpenVLAConfig:
             is_stretched=True,
             size=28,
             letterbox_fill=(0, 0, 0),
-            normalizations=(Normalization((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),) * 2,
+            normalizations=(((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),) * 2,
         ),
         action_tokens=find_action_tokens(text_vocab_size=320),
         prompt_template=PromptTemplate.OPENVLA,

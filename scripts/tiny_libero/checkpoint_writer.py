@@ -143,13 +143,13 @@ def _describe_processor(image: ImageProcessorConfig) -> Json:
         "image_resize_strategy": image.resize.value,
         "input_sizes": [[3, image.size, image.size] for _ in towers],
         "interpolations": ["bicubic" for _ in towers],
-        "means": [list(one.mean) for one in towers],
-        "stds": [list(one.std) for one in towers],
+        "means": [list(mean) for mean, _ in towers],
+        "stds": [list(std) for _, std in towers],
         "tvf_crop_params": [{"output_size": [image.size, image.size]} for _ in towers],
         "tvf_do_letterbox": is_letterbox,
         "tvf_letterbox_fill": list(image.letterbox_fill) if is_letterbox else None,
         "tvf_normalize_params": [
-            {"inplace": False, "mean": list(one.mean), "std": list(one.std)} for one in towers
+            {"inplace": False, "mean": list(mean), "std": list(std)} for mean, std in towers
         ],
         "tvf_resize_params": [resize for _ in towers],
         "use_fused_vision_backbone": len(towers) > 1,

@@ -12,7 +12,6 @@ from deft_policies.model.sizes import (
     DEFAULT_NUM_BINS,
     ImageProcessorConfig,
     LlamaSizes,
-    Normalization,
     OpenVLAConfig,
     ResizeStrategy,
     TowerConfig,
@@ -29,8 +28,8 @@ _PREFIXES = {
     TowerFamily.SIGLIP: "vision_backbone.fused_featurizer",
 }
 _NORMALIZATIONS = (
-    Normalization((0.484375, 0.455078125, 0.40625), (0.228515625, 0.2236328125, 0.224609375)),
-    Normalization((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+    ((0.484375, 0.455078125, 0.40625), (0.228515625, 0.2236328125, 0.224609375)),
+    ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
 )
 
 

@@ -241,7 +241,7 @@ def _read_normalizations(fields: JsonFields) -> tuple[Normalization, ...]:
         pairs = list(zip(fields.rows("means"), fields.rows("stds"), strict=False))
     if not all(len(mean) == len(std) == 3 and 0.0 not in std for mean, std in pairs):
         raise fields.error("tvf_normalize_params", "must hold three means and stds per tower")
-    return tuple(Normalization(mean, std) for mean, std in pairs)
+    return tuple(pairs)
 
 
 def _read_fill(fields: JsonFields) -> tuple[int, ...]:

@@ -56,8 +56,7 @@ class ImageProcessor:
 def build_normalization_table(config: ImageProcessorConfig) -> NDArray[np.float32]:
     """The float32 value of every byte, [3 * tower, 256]: (byte / 255 - mean) / std."""
     scaled = np.arange(256, dtype=np.float32) / np.float32(255)
-    means = np.array([one.mean for one in config.normalizations], np.float32).reshape(-1, 1)
-    stds = np.array([one.std for one in config.normalizations], np.float32).reshape(-1, 1)
+    means, stds = np.array(config.normalizations, np.float32).swapaxes(0, 1).reshape(2, -1, 1)
     return (scaled - means) / stds
 
 

@@ -17,7 +17,6 @@ from deft_policies.model.prompt import PromptTemplate
 from deft_policies.model.sizes import (
     ImageProcessorConfig,
     LlamaSizes,
-    Normalization,
     OpenVLAConfig,
     ResizeStrategy,
     TowerConfig,
@@ -28,7 +27,7 @@ from deft_policies.model.statistics import ActionStatistics
 from deft_policies.model.vla import OpenVLAModel
 
 STATISTICS_KEY = "random"
-_HALVES = Normalization((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+_HALVES = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 # Width, depth, heads and MLP width.
 _DINOV2 = TowerConfig(TowerFamily.DINOV2, "vision_backbone.featurizer", 1024, 24, 16, 4096)
 _SIGLIP = TowerConfig(TowerFamily.SIGLIP, "vision_backbone.fused_featurizer", 1152, 27, 16, 4304)

@@ -106,12 +106,8 @@ class TowerConfig:
         return self.depth - 1
 
 
-@dataclass(frozen=True)
-class Normalization:
-    """Mean and standard deviation of the three channels that one tower sees."""
-
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+# Mean and standard deviation of the three channels that one tower sees.
+Normalization = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ import torch
 from deft_client.image_chain import ImageChain
 from deft_policies.checkpoint.config import load_config
 from deft_policies.model.image import ImageProcessor
-from deft_policies.model.sizes import ImageProcessorConfig, Normalization, ResizeStrategy
+from deft_policies.model.sizes import ImageProcessorConfig, ResizeStrategy
 from tests import golden
 
-DINOV2 = Normalization((0.484375, 0.455078125, 0.40625), (0.228515625, 0.2236328125, 0.224609375))
-SIGLIP = Normalization((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+DINOV2 = ((0.484375, 0.455078125, 0.40625), (0.228515625, 0.2236328125, 0.224609375))
+SIGLIP = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 PROCESSOR_CASES = json.loads((golden.GOLDEN / "processor.json").read_text())
 
 
