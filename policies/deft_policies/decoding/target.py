@@ -199,16 +199,17 @@ class Target:
         tokens, ancestors = self._widened(cache, tree)
 
         def step(embeds: Tensor, lengths: Tensor, tokens: Tensor, ancestors: Tensor) -> Tensors:
-            plan = prefill_layout(lengths, ancestors.sum(dim=2) - 1, embeds.shape[1])
+            depths = ancestors.sum(dim=2) - 1
+            sources, positions, node_slots = prefill_layout(lengths, depths, embeds.shape[1])
             if tokens.shape[1] > 1:
                 embeds = torch.cat((embeds, self.decoder.embedding(tokens[:, 1:])), dim=1)
-                embeds = take_rows(embeds, plan.sources)
+                embeds = take_rows(embeds, sources)
             num_slots = embeds.shape[1]
             window = cache.open(num_rows, num_slots, read=num_slots, first_row=first)
-            mask = None if causal else prefill_mask(plan, ancestors)
-            rows_out = None if keeps_hidden else plan.node_slots
-            hidden = self._passes.run(embeds, plan.positions, window, mask, causal, rows_out)
-            scored = take_rows(hidden, plan.node_slots) if keeps_hidden else hidden
+            mask = None if causal else prefill_mask(node_slots, ancestors, num_slots)
+            rows_out = None if keeps_hidden else node_slots
+            hidden = self._passes.run(embeds, positions, window, mask, causal, rows_out)
+            scored = take_rows(hidden, node_slots) if keeps_hidden else hidden
             return scored, self.logits(scored), hidden if keeps_hidden else hidden[:, :0]
 
         inputs = (embeds, lengths, tokens, ancestors)

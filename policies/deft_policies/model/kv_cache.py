@@ -158,47 +158,37 @@ class CacheWindow:
             self.targets[layer].index_copy_(0, self.slots, flat)
 
 
-@dataclass(frozen=True)
-class PrefillLayout:
-    """A prompt with a tree's guesses directly behind it, whatever the padding of the prompt.
+def prefill_layout(lengths: Tensor, depths: Tensor, padded: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Lay out prompts [row] of `padded` positions and trees of depths [row, node].
 
-    Sequence position and cache slot are the same thing in a prefill. Padding ends up behind the
-    guesses, where causality hides it.
+    A tree's guesses are directly behind the prompt, whatever its padding. Sequence position and
+    cache slot are the same thing in a prefill. Padding ends up behind the guesses, where causality
+    hides it.
+
+    Returns sources [row, slot], indices into (prompt positions, then nodes 1...), rotary positions
+    [row, slot], and the slots of nodes [row, node]; node 0 is the last prompt token.
     """
-
-    sources: Tensor  # [row, slot] index into (prompt positions, then nodes 1...)
-    positions: Tensor  # [row, slot] rotary position
-    node_slots: Tensor  # [row, node]; node 0 is the last prompt token
-
-
-def prefill_layout(lengths: Tensor, depths: Tensor, padded: int) -> PrefillLayout:
-    """Lay out prompts [row] of `padded` positions and trees of depths [row, node]."""
     num_guesses = depths.shape[1] - 1
     slots = torch.arange(padded + num_guesses, device=lengths.device)[None, :]
     if num_guesses == 0:
         every = slots.expand(len(lengths), -1)
-        return PrefillLayout(every, every, lengths[:, None] - 1)
+        return every, every, lengths[:, None] - 1
     behind = slots - lengths[:, None]  # 0 is the first guess
     is_guess = (behind >= 0) & (behind < num_guesses)
     is_padding = behind >= num_guesses
     sources = torch.where(is_guess, padded + behind, slots - is_padding * num_guesses)
     node = (behind + 1).clamp(0, num_guesses)
     guessed = lengths[:, None] - 1 + depths.gather(1, node)
-    return PrefillLayout(
-        sources=sources,
-        positions=torch.where(is_guess, guessed, slots),
-        node_slots=tree_slots(lengths - 1, depths.shape[1]),
-    )
+    positions = torch.where(is_guess, guessed, slots)
+    return sources, positions, tree_slots(lengths - 1, depths.shape[1])
 
 
-def prefill_mask(layout: PrefillLayout, ancestors: Tensor) -> Tensor:
+def prefill_mask(node_slots: Tensor, ancestors: Tensor, num_slots: int) -> Tensor:
     """[row, 1, slot, slot]: causal, but a guess sees only its ancestors among the guesses."""
-    num_rows, length = layout.sources.shape
-    slots = torch.arange(length, device=ancestors.device)
-    mask = (slots[:, None] >= slots).repeat(num_rows, 1, 1)
-    rows = torch.arange(num_rows, device=ancestors.device)[:, None, None]
-    own = layout.node_slots
-    mask[rows, own[:, 1:, None], own[:, None, :]] = ancestors[:, 1:]
+    slots = torch.arange(num_slots, device=ancestors.device)
+    mask = (slots[:, None] >= slots).repeat(len(ancestors), 1, 1)
+    rows = torch.arange(len(ancestors), device=ancestors.device)[:, None, None]
+    mask[rows, node_slots[:, 1:, None], node_slots[:, None, :]] = ancestors[:, 1:]
     return mask.unsqueeze(1)
 
 
