@@ -13,8 +13,7 @@ from deft_policies.decoding.clock import StageClock
 from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
-from deft_policies.families.vla0.model import Vla0
-from deft_policies.families.vla0.numbers import read_numbers_text, to_actions
+from deft_policies.families.vla0.model import Vla0, read_numbers_text, to_actions
 from deft_policies.families.vla0.prompt import prompt_text
 from deft_policies.families.vla0.run_folder import read_run
 from scripts.tiny_libero.data import AugmentConfig

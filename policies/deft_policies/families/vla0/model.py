@@ -1,9 +1,11 @@
 """VLA-0: pictures and an instruction to a chunk of actions, written as numbers.
 
-An answer is an action only where it is exactly what was asked for. Its tokens are known to the
-decoder by their places among twelve; outside they have the tokenizer's ids.
+An answer is an action only where it is exactly what was asked for. What the original makes of
+others, the middle of the range or a repeated row, would move a robot without a word. Its tokens are
+known to the decoder by their places among twelve; outside they have the tokenizer's ids.
 """
 
+import re
 from collections.abc import Sequence
 from functools import partial
 
@@ -19,11 +21,10 @@ from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
 from deft_policies.decoding.batch import AnswerSpec
 from deft_policies.decoding.clock import Stage, StageClock
 from deft_policies.decoding.target import Prompts, Target
-from deft_policies.errors import CheckpointError
+from deft_policies.errors import CheckpointError, NoActionError
 from deft_policies.families.action_tokens import POSE
 from deft_policies.families.model import Model, TokenModel, Values
 from deft_policies.families.vla0.network import CHARACTERS, Vla0Network
-from deft_policies.families.vla0.numbers import read_numbers_text, read_rows_begun, to_actions
 from deft_policies.families.vla0.pictures import make_pictures, to_patches
 from deft_policies.families.vla0.prompt import IMAGE_PAD, encode_prompt, mrope_positions
 from deft_policies.families.vla0.run_folder import RunFolder
@@ -33,6 +34,7 @@ from deft_policies.model.sizes import TokenRange
 from deft_policies.model.staging import to_device
 
 WIDEST = 128  # nodes of a draft tree
+_NUMBERS = re.compile(r"[0-9]+( [0-9]+)*")
 
 
 class Vla0(TokenModel):
@@ -135,3 +137,38 @@ class Vla0(TokenModel):
     def draft_with(self, draft: Model) -> None:
         """Refused: no other model is known that writes such numbers."""
         raise CheckpointError("--draft-model: vla0 drafts from its last answer; leave it out")
+
+
+def read_numbers_text(text: str, has_ended: bool, run: RunFolder) -> list[int]:
+    """The numbers of a valid answer; `NoActionError` says what is wrong with another."""
+    if not has_ended:
+        raise NoActionError("the text did not end within the tokens that it may have")
+    if not _NUMBERS.fullmatch(text):
+        raise NoActionError("the text is not numbers with single spaces between them")
+    words = text.split(" ")
+    if len(words) != run.num_numbers:
+        raise NoActionError(f"the text has {len(words)} numbers, {run.num_numbers} are needed")
+    longest = len(str(run.num_bins))
+    numbers = [int(word) if len(word) <= longest else run.num_bins + 1 for word in words]
+    if max(numbers) > run.num_bins:
+        raise NoActionError(f"a number of the text is above {run.num_bins}")
+    return numbers
+
+
+def read_rows_begun(text: str, run: RunFolder) -> list[int]:
+    """Numbers of the whole rows with which a text begins, as far as they may stand in an answer."""
+    numbers: list[int] = []
+    for word in text.split(" ")[: run.num_numbers][:-1]:
+        if not word or len(word) > len(str(run.num_bins)) or int(word) > run.num_bins:
+            break
+        numbers.append(int(word))
+    return numbers[: len(numbers) // run.action_dim * run.action_dim]
+
+
+def to_actions(numbers: list[int], run: RunFolder) -> NDArray[np.float64]:
+    """Actions [step, action_dim] in robot units.
+
+    A share of the range is rounded to float32 first; the rest is in the format of the statistics.
+    """
+    shares = np.array(numbers, np.float32).reshape(-1, run.action_dim) / np.float32(run.num_bins)
+    return np.asarray(shares * (run.highest - run.lowest) + run.lowest, np.float64)

@@ -13,12 +13,8 @@ import torch
 from tokenizers import Tokenizer
 
 from deft_policies.errors import CheckpointError, NoActionError
+from deft_policies.families.vla0.model import read_numbers_text, read_rows_begun, to_actions
 from deft_policies.families.vla0.number_pickle import read_arrays
-from deft_policies.families.vla0.numbers import (
-    read_numbers_text,
-    read_rows_begun,
-    to_actions,
-)
 from deft_policies.families.vla0.pictures import make_pictures, to_patches
 from deft_policies.families.vla0.prompt import (
     IMAGE_PAD,
