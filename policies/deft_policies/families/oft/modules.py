@@ -7,18 +7,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 
-class _ResidualBlock(nn.Module):
-    """A normalised linear layer, whose rectified output is added to its input."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.ffn = nn.ModuleList((nn.LayerNorm(width), nn.Linear(width, width)))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        norm, linear = self.ffn
-        return hidden + functional.relu(linear(norm(hidden)))
-
-
 class RegressionHead(nn.Module):
     """Hidden states to normalised actions, step by step, each from its own `action_dim` states."""
 
@@ -27,7 +15,11 @@ class RegressionHead(nn.Module):
         self.action_dim = action_dim
         self.layer_norm1 = nn.LayerNorm(action_dim * width)
         self.fc1 = nn.Linear(action_dim * width, width)
-        self.mlp_resnet_blocks = nn.ModuleList(_ResidualBlock(width) for _ in range(num_blocks))
+        # Normalised linear layers, whose rectified output is added to their input.
+        self.mlp_resnet_blocks = nn.ModuleList(
+            nn.ModuleDict({"ffn": nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width))})
+            for _ in range(num_blocks)
+        )
         self.layer_norm2 = nn.LayerNorm(width)
         self.fc2 = nn.Linear(width, action_dim)
 
@@ -36,7 +28,7 @@ class RegressionHead(nn.Module):
         steps = hidden.reshape(len(hidden), -1, self.action_dim * hidden.shape[2])
         steps = functional.relu(self.fc1(self.layer_norm1(steps)))
         for block in self.mlp_resnet_blocks:
-            steps = block(steps)
+            steps = steps + functional.relu(block.get_submodule("ffn")(steps))
         actions: Tensor = self.fc2(self.layer_norm2(steps))
         return actions
 
