@@ -16,7 +16,6 @@ from deft_policies.model.sizes import (
     OpenVLAConfig,
     ResizeStrategy,
     TowerConfig,
-    TowerFamily,
     find_action_tokens,
 )
 from deft_policies.model.statistics import ActionStatistics
@@ -50,8 +49,8 @@ def tiny_config(num_kv_heads: int = 4, num_layers: int = 2) -> OpenVLAConfig:
             head_dim=8,
         ),
         towers=(
-            TowerConfig(TowerFamily.DINOV2, "vision_backbone.featurizer", 16, 3, 2, 24, 28),
-            TowerConfig(TowerFamily.SIGLIP, "vision_backbone.fused_featurizer", 24, 2, 2, 40, 28),
+            TowerConfig(True, "vision_backbone.featurizer", 16, 3, 2, 24, 28),
+            TowerConfig(False, "vision_backbone.fused_featurizer", 24, 2, 2, 40, 28),
         ),
         image=ImageProcessorConfig(
             resize=ResizeStrategy.NAIVE,

@@ -33,7 +33,6 @@ from deft_policies.model.sizes import (
     OpenVLAConfig,
     ResizeStrategy,
     TowerConfig,
-    TowerFamily,
     TrainingNotes,
 )
 from deft_policies.model.statistics import ActionStatistics
@@ -41,7 +40,6 @@ from deft_policies.model.tensor_names import tensor_places
 from scripts.tiny_libero.tokenizer import write_tokenizer
 
 MAX_SHARD_BYTES = 5 * 1024**3
-_TIMM_IDS = {TowerFamily.DINOV2: DINOV2_TIMM_ID, TowerFamily.SIGLIP: SIGLIP_TIMM_ID}
 _FORMAT = {"format": "pt"}  # what readers of Hugging Face's ask of a file
 _BICUBIC = 3  # in Pillow's numbering, which the processor's file uses
 
@@ -102,12 +100,17 @@ def describe_config(config: OpenVLAConfig, dtype: torch.dtype) -> Json:
         "output_projector_states": False,
         "pad_to_multiple_of": config.llm.vocabulary - config.action_tokens.last - 1,
         "text_config": _describe_llm(config.llm, dtype),
-        "timm_model_ids": [_TIMM_IDS[tower.family] for tower in config.towers],
+        "timm_model_ids": [
+            DINOV2_TIMM_ID if tower.is_dino else SIGLIP_TIMM_ID for tower in config.towers
+        ],
         "timm_override_act_layers": [None for _ in config.towers],
         "torch_dtype": _dtype_name(dtype),
         "use_fused_vision_backbone": is_fused,
         "vision_backbone_id": "dinosiglip-vit-so-224px" if is_fused else "siglip-vit-so400m",
-        "vision_sizes": {tower.family.value: _describe_tower(tower) for tower in config.towers},
+        "vision_sizes": {
+            "dinov2" if tower.is_dino else "siglip": _describe_tower(tower)
+            for tower in config.towers
+        },
     }
 
 

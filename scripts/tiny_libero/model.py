@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from deft_policies.model.prompt import PromptTemplate
 from deft_policies.model.sizes import (
     DEFAULT_NUM_BINS,
+    DINOV2,
+    SIGLIP,
     ImageProcessorConfig,
     LlamaSizes,
     OpenVLAConfig,
     ResizeStrategy,
-    TowerConfig,
-    TowerFamily,
     find_action_tokens,
 )
 from deft_policies.model.statistics import ActionStatistics
@@ -23,10 +23,6 @@ from deft_policies.model.vla import OpenVLAModel
 
 _LAYER = re.compile(r"(.*\bdecoder\.layers\.)(\d+)(\..*)")
 _ADDS_TO_STREAM = (".attention.out.weight", ".mlp.down.weight")
-_PREFIXES = {
-    TowerFamily.DINOV2: "vision_backbone.featurizer",
-    TowerFamily.SIGLIP: "vision_backbone.fused_featurizer",
-}
 _NORMALIZATIONS = (
     ((0.484375, 0.455078125, 0.40625), (0.228515625, 0.2236328125, 0.224609375)),
     ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
@@ -55,9 +51,8 @@ def build_config(
 ) -> OpenVLAConfig:
     """The configuration of a small model whose tokenizer knows `num_words` ids besides actions."""
     towers = tuple(
-        TowerConfig(
-            family=family,
-            prefix=prefix,
+        replace(
+            one,
             width=sizes.tower_width,
             depth=sizes.tower_depth,
             heads=sizes.tower_heads,
@@ -65,7 +60,7 @@ def build_config(
             image_size=sizes.image_size,
             patch_size=sizes.patch_size,
         )
-        for family, prefix in _PREFIXES.items()
+        for one in (DINOV2, SIGLIP)
     )
     multiple = sizes.vocabulary_multiple
     text = -(-(num_words + DEFAULT_NUM_BINS) // multiple) * multiple

@@ -5,6 +5,7 @@ classes it was saved with.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +16,14 @@ from deft_policies.errors import CheckpointError
 from deft_policies.model.prompt import PromptEncoder, PromptTemplate
 from deft_policies.model.sizes import (
     DEFAULT_NUM_BINS,
+    DINOV2,
+    SIGLIP,
     ImageProcessorConfig,
     LlamaSizes,
     Normalization,
     OpenVLAConfig,
     ResizeStrategy,
     TowerConfig,
-    TowerFamily,
     TrainingNotes,
     find_action_tokens,
 )
@@ -46,11 +48,11 @@ _MOST_TOKENS, _MOST_IMAGE_SIDE = 2**21, 4096
 _FUSED_BACKBONES = ("dinosiglip", "dinoclip")
 _TOWER_PREFIXES = ("vision_backbone.featurizer", "vision_backbone.fused_featurizer")
 
-# width, depth, heads and MLP width that timm's names stand for.
-_TIMM_SIZES = {
-    "vit_large_patch14_reg4_dinov2": (TowerFamily.DINOV2, (1024, 24, 16, 4096)),
-    "vit_so400m_patch14_siglip_224": (TowerFamily.SIGLIP, (1152, 27, 16, 4304)),
-    "vit_so400m_patch14_siglip_384": (TowerFamily.SIGLIP, (1152, 27, 16, 4304)),
+# What timm's names stand for.
+_TIMM_TOWERS = {
+    "vit_large_patch14_reg4_dinov2": DINOV2,
+    "vit_so400m_patch14_siglip_224": SIGLIP,
+    "vit_so400m_patch14_siglip_384": SIGLIP,
 }
 
 
@@ -133,20 +135,19 @@ def _read_towers(fields: JsonFields) -> tuple[TowerConfig, ...]:
 
 
 def _read_tower(fields: JsonFields, timm_id: str, prefix: str, image_size: int) -> TowerConfig:
-    known = _TIMM_SIZES.get(timm_id.partition(".")[0])
-    if known is None:
+    usual = _TIMM_TOWERS.get(timm_id.partition(".")[0])
+    if usual is None:
         raise fields.error(
-            "timm_model_ids", f"names {timm_id!r}; known: {', '.join(sorted(_TIMM_SIZES))}"
+            "timm_model_ids", f"names {timm_id!r}; known: {', '.join(sorted(_TIMM_TOWERS))}"
         )
-    family, (width, depth, heads, mlp) = known
-    sizes = fields.section("vision_sizes").section(family.value)
-    tower = TowerConfig(
-        family=family,
+    sizes = fields.section("vision_sizes").section("dinov2" if usual.is_dino else "siglip")
+    tower = replace(
+        usual,
         prefix=prefix,
-        width=sizes.count("width", _MOST_WIDTH, width),
-        depth=sizes.count("depth", _MOST_LAYERS, depth),
-        heads=sizes.count("heads", _MOST_HEADS, heads),
-        mlp=sizes.count("mlp", _MOST_MLP, mlp),
+        width=sizes.count("width", _MOST_WIDTH, usual.width),
+        depth=sizes.count("depth", _MOST_LAYERS, usual.depth),
+        heads=sizes.count("heads", _MOST_HEADS, usual.heads),
+        mlp=sizes.count("mlp", _MOST_MLP, usual.mlp),
         image_size=image_size,
         patch_size=sizes.count("patch_size", image_size, 14),
     )

@@ -15,12 +15,12 @@ from torch import Tensor
 from deft_policies.model.formats import Quantization
 from deft_policies.model.prompt import PromptTemplate
 from deft_policies.model.sizes import (
+    DINOV2,
+    SIGLIP,
     ImageProcessorConfig,
     LlamaSizes,
     OpenVLAConfig,
     ResizeStrategy,
-    TowerConfig,
-    TowerFamily,
     find_action_tokens,
 )
 from deft_policies.model.statistics import ActionStatistics
@@ -28,16 +28,13 @@ from deft_policies.model.vla import OpenVLAModel
 
 STATISTICS_KEY = "random"
 _HALVES = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-# Width, depth, heads and MLP width.
-_DINOV2 = TowerConfig(TowerFamily.DINOV2, "vision_backbone.featurizer", 1024, 24, 16, 4096)
-_SIGLIP = TowerConfig(TowerFamily.SIGLIP, "vision_backbone.fused_featurizer", 1152, 27, 16, 4304)
 
 
 def openvla_7b() -> OpenVLAConfig:
     """The sizes of the published 7B."""
     return OpenVLAConfig(
         llm=_llama(32064, 4096, 11008, num_layers=32, num_heads=32),
-        towers=(_DINOV2, _SIGLIP),
+        towers=(DINOV2, SIGLIP),
         image=ImageProcessorConfig(ResizeStrategy.NAIVE, 224, (127, 127, 127), (_HALVES,) * 2),
         action_tokens=find_action_tokens(text_vocab_size=32000),
         prompt_template=PromptTemplate.OPENVLA,
@@ -47,7 +44,7 @@ def openvla_7b() -> OpenVLAConfig:
 
 def openvla_small() -> OpenVLAConfig:
     """A model that answers on a laptop, with the 7B's ratio of decoder to towers."""
-    towers = (replace(one, width=96, depth=5, heads=3, mlp=384) for one in (_DINOV2, _SIGLIP))
+    towers = (replace(one, width=96, depth=5, heads=3, mlp=384) for one in (DINOV2, SIGLIP))
     return replace(
         openvla_7b(),
         llm=_llama(1088, 256, 688, num_layers=12, num_heads=8),

@@ -54,13 +54,6 @@ class TokenRange:
         return slice(start, start + len(self))
 
 
-class TowerFamily(Enum):
-    """What kind of vision transformer a tower is; the value names it in `vision_sizes`."""
-
-    DINOV2 = "dinov2"
-    SIGLIP = "siglip"
-
-
 class ResizeStrategy(Enum):
     """How a frame becomes a square, by the checkpoint's processor."""
 
@@ -71,9 +64,13 @@ class ResizeStrategy(Enum):
 
 @dataclass(frozen=True)
 class TowerConfig:
-    """Sizes of one vision transformer. Its last block and final norm are never used."""
+    """Sizes of one vision transformer. Its last block and final norm are never used.
 
-    family: TowerFamily
+    DINOv2 has class token, registers and LayerScale, SigLIP a pooling head. The two tokens are
+    dropped from the output, and inference never uses the pooling head.
+    """
+
+    is_dino: bool  # DINOv2, else SigLIP
     prefix: str  # of its tensors' names, without the trailing dot
     width: int
     depth: int
@@ -88,14 +85,6 @@ class TowerConfig:
         return (self.image_size // self.patch_size) ** 2
 
     @property
-    def is_dino(self) -> bool:
-        """Whether it has class token, registers and LayerScale; else it has SigLIP's pooling head.
-
-        The two tokens are dropped from the output, and inference never uses the pooling head.
-        """
-        return self.family is TowerFamily.DINOV2
-
-    @property
     def num_leading(self) -> int:
         """Tokens before the patches: the class token and four registers."""
         return 5 if self.is_dino else 0
@@ -105,6 +94,10 @@ class TowerConfig:
         """Blocks whose output counts: all but the last."""
         return self.depth - 1
 
+
+# The two of the published 7B.
+DINOV2 = TowerConfig(True, "vision_backbone.featurizer", 1024, 24, 16, 4096)
+SIGLIP = TowerConfig(False, "vision_backbone.fused_featurizer", 1152, 27, 16, 4304)
 
 # Mean and standard deviation of the three channels that one tower sees.
 Normalization = tuple[tuple[float, ...], tuple[float, ...]]

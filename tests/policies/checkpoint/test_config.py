@@ -8,7 +8,7 @@ from deft_policies.checkpoint.config import load_config
 from deft_policies.checkpoint.open import check_tensors
 from deft_policies.errors import CheckpointError
 from deft_policies.model.prompt import PromptTemplate
-from deft_policies.model.sizes import ResizeStrategy, TowerFamily
+from deft_policies.model.sizes import ResizeStrategy
 from deft_policies.model.tensor_names import tensor_places
 from deft_policies.model.vla import OpenVLAModel
 from tests import golden
@@ -54,13 +54,8 @@ def test_sizes_of_the_golden_checkpoint() -> None:
     assert (config.llm.width, config.llm.mlp_width, config.llm.num_layers) == (64, 172, 2)
     assert (config.llm.num_heads, config.llm.num_kv_heads, config.llm.head_dim) == (4, 4, 16)
     dinov2, siglip = config.towers
-    assert (dinov2.family, dinov2.width, dinov2.depth, dinov2.mlp) == (
-        TowerFamily.DINOV2,
-        48,
-        4,
-        192,
-    )
-    assert (siglip.family, siglip.heads, siglip.num_used_blocks) == (TowerFamily.SIGLIP, 4, 2)
+    assert (dinov2.is_dino, dinov2.width, dinov2.depth, dinov2.mlp) == (True, 48, 4, 192)
+    assert (siglip.is_dino, siglip.heads, siglip.num_used_blocks) == (False, 4, 2)
     assert config.vision_width == 88
     assert config.num_patches == 256
     assert (config.action_tokens.first, config.action_tokens.last) == (31744, 31999)
@@ -107,7 +102,7 @@ def test_a_bare_config_is_the_first_release(tmp_path: Path) -> None:
     """What a missing key means is defined by the original classes: one SigLIP tower on Vicuna."""
     bare = {"model_type": "openvla", "text_config": {"vocab_size": 32064}}
     config = load_config(write_config(tmp_path, bare, num_towers=1))
-    assert [tower.family for tower in config.towers] == [TowerFamily.SIGLIP]
+    assert [tower.is_dino for tower in config.towers] == [False]
     assert config.towers[0].prefix == "vision_backbone.featurizer"
     assert not config.is_fused
     assert config.prompt_template is PromptTemplate.V01
