@@ -178,10 +178,6 @@ def allocate(part: nn.Module, device: torch.device) -> None:
             setattr(module, name, empty)
 
 
-if TYPE_CHECKING:
-    from deft_policies.model.kernels.launch import FusedKernels
-
-
 class Projector(nn.Module):
     """An MLP: three layers for the fused towers (inner width 4 x vision), two for a single one."""
 
