@@ -154,6 +154,13 @@ def test_the_page_shows_the_rule_that_the_package_holds() -> None:
     assert len(lines) == 2
 
 
+def test_the_page_shows_the_source_that_the_package_holds() -> None:
+    shown = (ROOT / "docs" / "plugins.md").read_text().split("no motion at all, complete:")[1]
+    code = shown.split("```python\n")[1].split("```")[0]
+    assert code.rstrip() in (PLUGINS / "middle_source.py").read_text()
+    assert "def draft(" in code
+
+
 def test_the_code_of_the_page_compares_a_source_with_plain_decoding(installed: Path) -> None:
     page = (ROOT / "docs" / "plugins.md").read_text()
     code = page.split("## How to test one")[1].split("```python")[1].split("```")[0]
