@@ -7,7 +7,7 @@ their 64 bits. An episode is in memory while it is written, and nothing more.
 import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,10 @@ class _Writer:
     def __init__(self, aside: Path, features: Mapping[str, Any], fps: int, robot: str) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         self._aside, self._features, self._fps, self._robot = aside, features, fps, robot
-        self._progress = _Progress()
+        self._tasks: dict[str, int] = {}
+        self._rows: list[dict[str, Any]] = []  # of `meta/episodes`, but for the statistics
+        self._statistics: list[Statistics] = []  # of each episode
+        self._num_steps = 0
         self._held: list[Any] = []  # tables of the file that is begun
         self._file = 0
 
@@ -88,18 +91,56 @@ class _Writer:
         """Take in an episode."""
         if sum(table.nbytes for table in self._held) > _FILE_BYTES:
             self._write()
-        self._held.append(_table(steps, self._features, self._progress, self._fps, self._file))
+        numbers = self._count(steps)
+        pictures = {
+            name: [_picture_of(step, name) for step in steps]
+            for name in self._features
+            if name.startswith(CAMERA)
+        }
+        self._statistics.append(_episode_statistics(numbers, pictures))
+        self._held.append(_arrow_table(numbers, pictures))
 
     def finish(self, out: Path) -> WrittenSet:
         """Write what is left, and give the data set its name."""
         if out.exists():
             raise DatasetError(f"{out} exists already; data sets are written as a whole")
         self._write()
-        _write_meta(self._aside, self._features, self._progress, self._fps, self._robot)
+        self._write_meta()
         self._aside.rename(out)
         sizes = [f"{name} {_size(self._features, name)}" for name in self._features]
-        done = self._progress
-        return WrittenSet(out, len(done.episodes), done.num_steps, ", ".join(sizes))
+        return WrittenSet(out, len(self._rows), self._num_steps, ", ".join(sizes))
+
+    def _count(self, steps: Sequence[StoredStep]) -> dict[str, NDArray[Any]]:
+        """Count an episode in; its columns of numbers."""
+        first, count = self._num_steps, len(steps)
+        instructions = [step.observation.instruction for step in steps]
+        tasks = [self._tasks.setdefault(one, len(self._tasks)) for one in instructions]
+        numbers: dict[str, NDArray[Any]] = {
+            "timestamp": (np.arange(count) / self._fps).astype(np.float32),
+            "frame_index": np.arange(count),
+            "episode_index": np.full(count, len(self._rows)),
+            "index": np.arange(first, first + count),
+            "task_index": np.array(tasks),
+            ACTION: np.stack([step.action for step in steps]),
+        }
+        if STATE in self._features:
+            states = [step.observation.state for step in steps]
+            numbers[STATE] = np.stack(states)  # type: ignore[arg-type]
+        self._rows.append(
+            {
+                "episode_index": len(self._rows),
+                "tasks": list(dict.fromkeys(instructions)),
+                "length": count,
+                "data/chunk_index": self._file // _FILES_PER_CHUNK,
+                "data/file_index": self._file % _FILES_PER_CHUNK,
+                "dataset_from_index": first,
+                "dataset_to_index": first + count,
+                "meta/episodes/chunk_index": 0,
+                "meta/episodes/file_index": 0,
+            }
+        )
+        self._num_steps += count
+        return numbers
 
     def _write(self) -> None:
         path = self._aside / "data" / _name(self._file)
@@ -108,15 +149,44 @@ class _Writer:
         need("pyarrow.parquet").write_table(table, path)
         self._held, self._file = [], self._file + 1
 
-
-@dataclass
-class _Progress:
-    """What the files after the data need to know."""
-
-    tasks: dict[str, int] = field(default_factory=dict)
-    episodes: list[dict[str, Any]] = field(default_factory=list)
-    statistics: list[Statistics] = field(default_factory=list)  # of each episode
-    num_steps: int = 0
+    def _write_meta(self) -> None:
+        arrow, parquet = need("pyarrow"), need("pyarrow.parquet")
+        meta = self._aside / "meta"
+        episodes = meta / "episodes" / _name(0)
+        episodes.parent.mkdir(parents=True)
+        rows = []
+        for row, statistics in zip(self._rows, self._statistics, strict=True):
+            columns = {
+                f"stats/{feature}/{name}": value.tolist()
+                for feature, numbers in statistics.items()
+                for name, value in numbers.items()
+            }
+            rows.append({**row, **columns})
+        parquet.write_table(arrow.Table.from_pylist(rows), episodes)
+        parquet.write_table(_task_table(self._tasks), meta / "tasks.parquet")
+        counters = {
+            name: {"dtype": dtype, "shape": [1], "names": None} for name, dtype in _COUNTERS.items()
+        }
+        info = {
+            "codebase_version": _VERSION,
+            "robot_type": self._robot,
+            "total_episodes": len(self._rows),
+            "total_frames": self._num_steps,
+            "total_tasks": len(self._tasks),
+            "chunks_size": _FILES_PER_CHUNK,
+            "data_files_size_in_mb": _FILE_BYTES >> 20,
+            "video_files_size_in_mb": 200,
+            "fps": self._fps,
+            "splits": {"train": f"0:{len(self._rows)}"},
+            "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
+            "video_path": None,
+            "features": {**self._features, **counters},
+        }
+        overall = {
+            name: _merged([one[name] for one in self._statistics]) for name in self._statistics[0]
+        }
+        (meta / "info.json").write_text(json.dumps(info, indent=4), "utf-8")
+        (meta / "stats.json").write_text(json.dumps(overall, indent=4), "utf-8")
 
 
 def _describe(steps: Sequence[StoredStep], name: str) -> dict[str, Any]:
@@ -159,52 +229,6 @@ def _size(features: Mapping[str, Any], name: str) -> str:
     if name not in features:
         return "missing"
     return " x ".join(map(str, features[name]["shape"]))
-
-
-def _table(
-    steps: Sequence[StoredStep],
-    features: Mapping[str, Any],
-    progress: _Progress,
-    fps: int,
-    file: int,
-) -> Any:
-    """One episode as a table, counted in."""
-    number, first, count = len(progress.episodes), progress.num_steps, len(steps)
-    tasks = [
-        progress.tasks.setdefault(step.observation.instruction, len(progress.tasks))
-        for step in steps
-    ]
-    numbers: dict[str, NDArray[Any]] = {
-        "timestamp": (np.arange(count) / fps).astype(np.float32),
-        "frame_index": np.arange(count),
-        "episode_index": np.full(count, number),
-        "index": np.arange(first, first + count),
-        "task_index": np.array(tasks),
-        ACTION: np.stack([step.action for step in steps]),
-    }
-    if STATE in features:
-        numbers[STATE] = np.stack([step.observation.state for step in steps])  # type: ignore[misc]
-    pictures = {
-        name: [_picture_of(step, name) for step in steps]
-        for name in features
-        if name.startswith(CAMERA)
-    }
-    progress.num_steps += count
-    progress.episodes.append(
-        {
-            "episode_index": number,
-            "tasks": list(dict.fromkeys(step.observation.instruction for step in steps)),
-            "length": count,
-            "data/chunk_index": file // _FILES_PER_CHUNK,
-            "data/file_index": file % _FILES_PER_CHUNK,
-            "dataset_from_index": first,
-            "dataset_to_index": first + count,
-            "meta/episodes/chunk_index": 0,
-            "meta/episodes/file_index": 0,
-        }
-    )
-    progress.statistics.append(_episode_statistics(numbers, pictures))
-    return _arrow_table(numbers, pictures)
 
 
 def _picture_of(step: StoredStep, name: str) -> Image:
@@ -255,48 +279,6 @@ def _statistics(rows: NDArray[np.float64], count: int) -> dict[str, NDArray[Any]
         "count": np.array([count]),
         **dict(zip(_QUANTILES, quantiles, strict=True)),
     }
-
-
-def _write_meta(
-    root: Path, features: Mapping[str, Any], progress: _Progress, fps: int, robot: str
-) -> None:
-    arrow, parquet = need("pyarrow"), need("pyarrow.parquet")
-    meta = root / "meta"
-    episodes = meta / "episodes" / _name(0)
-    episodes.parent.mkdir(parents=True)
-    rows = []
-    for row, statistics in zip(progress.episodes, progress.statistics, strict=True):
-        columns = {
-            f"stats/{feature}/{name}": value.tolist()
-            for feature, numbers in statistics.items()
-            for name, value in numbers.items()
-        }
-        rows.append({**row, **columns})
-    parquet.write_table(arrow.Table.from_pylist(rows), episodes)
-    parquet.write_table(_task_table(progress.tasks), meta / "tasks.parquet")
-    counters = {
-        name: {"dtype": dtype, "shape": [1], "names": None} for name, dtype in _COUNTERS.items()
-    }
-    info = {
-        "codebase_version": _VERSION,
-        "robot_type": robot,
-        "total_episodes": len(progress.episodes),
-        "total_frames": progress.num_steps,
-        "total_tasks": len(progress.tasks),
-        "chunks_size": _FILES_PER_CHUNK,
-        "data_files_size_in_mb": _FILE_BYTES >> 20,
-        "video_files_size_in_mb": 200,
-        "fps": fps,
-        "splits": {"train": f"0:{len(progress.episodes)}"},
-        "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
-        "video_path": None,
-        "features": {**features, **counters},
-    }
-    overall = {
-        name: _merged([one[name] for one in progress.statistics]) for name in progress.statistics[0]
-    }
-    (meta / "info.json").write_text(json.dumps(info, indent=4), "utf-8")
-    (meta / "stats.json").write_text(json.dumps(overall, indent=4), "utf-8")
 
 
 def _task_table(tasks: Mapping[str, int]) -> Any:
