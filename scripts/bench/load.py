@@ -2,8 +2,8 @@
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import websockets.asyncio.client
@@ -13,27 +13,12 @@ from deft_client.wire.json_codec import decode
 from deft_client.wire.messages import PROBLEM, ActMessage
 from deft_client.wire.msgpack_codec import encode_request
 
-
-@dataclass(frozen=True)
-class Reply:
-    """One request: when it was sent, counted from the start of the load, and what came of it."""
-
-    sent_s: float
-    took_s: float
-    status: int
+Load = defaultdict[int, list[float]]  # by status: milliseconds from a request to its answer
 
 
-@dataclass
-class Load:
-    """All requests of one run."""
-
-    replies: list[Reply] = field(default_factory=list)
-
-    def took_ms(self, status: int) -> np.ndarray:
-        return np.array([one.took_s * 1000 for one in self.replies if one.status == status])
-
-    def count(self, status: int) -> int:
-        return sum(one.status == status for one in self.replies)
+def count_all(load: Load) -> int:
+    """Answers of any status."""
+    return sum(map(len, load.values()))
 
 
 def frame(size: int) -> Observation:
@@ -80,22 +65,20 @@ async def open_loop(
     port: int, requests: Sequence[bytes], rate_per_s: float, seconds: float
 ) -> Load:
     """Send at a fixed rate whatever the answers do: callers in turn that know nothing of others."""
-    load, idle, tasks = Load(), list[Connection](), set[asyncio.Task[None]]()
+    load, idle, tasks = Load(list), list[Connection](), set[asyncio.Task[None]]()
     start_s = time.perf_counter()
 
     async def one(sent_s: float, request: bytes) -> None:
         connection = idle.pop() if idle else Connection(port)
         status = await connection.ask(request)
         idle.append(connection)
-        load.replies.append(Reply(sent_s, time.perf_counter() - start_s - sent_s, status))
+        load[status].append((time.perf_counter() - sent_s) * 1000)
 
     for number in range(int(rate_per_s * seconds)):
         due_s = start_s + number / rate_per_s
         while (wait_s := due_s - time.perf_counter()) > 0:
             await asyncio.sleep(wait_s)
-        task = asyncio.create_task(
-            one(time.perf_counter() - start_s, requests[number % len(requests)])
-        )
+        task = asyncio.create_task(one(time.perf_counter(), requests[number % len(requests)]))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
     await asyncio.gather(*tasks)
@@ -106,11 +89,11 @@ async def open_loop(
 
 async def sequential(port: int, request: bytes, count: int) -> Load:
     """Send one request after the other."""
-    load, connection, start_s = Load(), Connection(port), time.perf_counter()
+    load, connection = Load(list), Connection(port)
     for _ in range(count):
-        sent_s = time.perf_counter() - start_s
+        sent_s = time.perf_counter()
         status = await connection.ask(request)
-        load.replies.append(Reply(sent_s, time.perf_counter() - start_s - sent_s, status))
+        load[status].append((time.perf_counter() - sent_s) * 1000)
     connection.close()
     return load
 
@@ -123,19 +106,19 @@ async def sessions(port: int, bodies: Sequence[bytes], seconds: float) -> list[L
     start_s = time.perf_counter()
 
     async def robot(body: bytes) -> Load:
-        load = Load()
+        load = Load(list)
         async with websockets.asyncio.client.connect(
             f"ws://127.0.0.1:{port}/v1/stream", compression=None
         ) as socket:
-            while (sent_s := time.perf_counter() - start_s) < seconds:
+            while (sent_s := time.perf_counter()) < start_s + seconds:
                 await socket.send(body)
                 reply = await socket.recv()
-                took_s, status = time.perf_counter() - start_s - sent_s, 200
+                took_ms, status = (time.perf_counter() - sent_s) * 1000, 200
                 if isinstance(reply, str):
                     problem = decode(PROBLEM, reply.encode())
                     status = problem.status
                     await asyncio.sleep(problem.retry_after_s or 0.0)
-                load.replies.append(Reply(sent_s, took_s, status))
+                load[status].append(took_ms)
         return load
 
     return await asyncio.gather(*(robot(body) for body in bodies))

@@ -28,6 +28,7 @@ from deft_client.stream import StreamClient
 from deft_policies.tiny_libero import STATISTICS_KEY
 from scripts.bench.load import (
     Load,
+    count_all,
     frame,
     http_request,
     message,
@@ -73,7 +74,7 @@ def times_ms(work: Callable[[], object], count: int) -> np.ndarray:
     return np.array(took)
 
 
-def spread(took_ms: np.ndarray) -> str:
+def spread(took_ms: np.ndarray | list[float]) -> str:
     p50, p99 = np.percentile(took_ms, [50, 99])
     return f"p50 {p50:.2f} ms, p99 {p99:.2f} ms"
 
@@ -188,10 +189,10 @@ def bench_sessions(options: argparse.Namespace) -> list[Result]:
     with serving("sleeping", *sleeping, "8") as url:
         together = run_sessions(url, 16, options.seconds / 6)
     rate_alone, rate = (
-        sum(load.count(200) for load in loads) * 6 / options.seconds for loads in (alone, together)
+        sum(len(load[200]) for load in loads) * 6 / options.seconds for loads in (alone, together)
     )
-    medians = [float(np.median(load.took_ms(200))) for load in together]
-    errors = sum(len(load.replies) - load.count(200) for load in together)
+    medians = [float(np.median(load[200])) for load in together]
+    errors = sum(count_all(load) - len(load[200]) for load in together)
     most_ms = 2 * POLICY_MS
     gain = rate / rate_alone
     return [
@@ -223,16 +224,16 @@ def bench_overload(options: argparse.Namespace) -> list[Result]:
     flags = ("--sleep-ms", str(POLICY_MS), "--max-batch", str(max_batch))
     with serving("sleeping", *flags) as url:
         port = port_of(url)
-        unloaded = asyncio.run(sequential(port, request, 200)).took_ms(200)
+        unloaded = asyncio.run(sequential(port, request, 200))[200]
         rate_per_s = 3 * capacity_per_s
         settling = asyncio.run(open_loop(port, [request], rate_per_s, options.seconds / 6))
         before_mb = resident_mb(url)
         load = asyncio.run(open_loop(port, [request], rate_per_s, options.seconds))
         after_mb = resident_mb(url)
         time.sleep(2.0)
-        recovered = asyncio.run(sequential(port, request, 50)).took_ms(200)
-    accepted, refused = load.took_ms(200), load.took_ms(429)
-    others = len(load.replies) - len(accepted) - len(refused)
+        recovered = asyncio.run(sequential(port, request, 50))[200]
+    accepted, refused, asked = load[200], load[429], count_all(load)
+    others = asked - len(accepted) - len(refused)
     p99, unloaded_p99 = np.percentile(accepted, 99), np.percentile(unloaded, 99)
     growth = after_mb / before_mb - 1
     back = float(np.median(recovered) / np.median(unloaded))
@@ -246,13 +247,13 @@ def bench_overload(options: argparse.Namespace) -> list[Result]:
         ),
         Result(
             "... refused with 429",
-            f"{len(refused)} of {len(load.replies)}, {spread(refused)}, max {refused.max():.1f} ms",
+            f"{len(refused)} of {asked}, {spread(refused)}, max {max(refused):.1f} ms",
             "p99 <= 50 ms",
             bool(np.percentile(refused, 99) <= 50),
         ),
         Result("... any other status", str(others), "0", others == 0),
         Result(
-            f"... memory after the first {len(settling.replies)} frames",
+            f"... memory after the first {count_all(settling)} frames",
             f"{growth:+.1%} ({after_mb:.0f} MB)",
             "<= +5%",
             growth <= 0.05,
