@@ -11,57 +11,46 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import websockets.asyncio.client
 
 from deft_server.replicas.ray_serve import import_ray
-from scripts.bench.load import (
-    message,
-    sessions,
-)
+from scripts.bench.load import message, sessions
 from scripts.local_server import ask_metric, local_server, port_of
 
 MEGABYTE = 1024 * 1024
 NUM_SESSIONS = 16
 
 
-@dataclass(frozen=True)
-class RayPlace:
-    """Where Ray is, and how long each load lasts."""
-
-    ray: str
-    seconds: float
-
-    def flags(self, num_replicas: int, *policy: str) -> list[str]:
-        """Return the flags of a server with so many replicas."""
-        return ["--replicas", str(num_replicas), "--ray", self.ray, "--replica-cpus=0.1", *policy]
+def replicas(ray: str, count: int) -> list[str]:
+    """Return the flags of a server with so many replicas on the Ray of an address."""
+    return ["--replicas", str(count), "--ray", ray, "--replica-cpus=0.1"]
 
 
 def sleeping(sleep_ms: float) -> list[str]:
     return ["--policy", "sleeping", "--sleep-ms", str(sleep_ms), "--max-batch", "1"]
 
 
-def throughput(place: RayPlace) -> None:
+def throughput(ray: str, seconds: float) -> None:
     """Sixteen sessions that ask again as soon as they are answered."""
     rates = {}
     for count in (1, 2):
-        with local_server(*place.flags(count, *sleeping(50))) as url:
+        with local_server(*replicas(ray, count), *sleeping(50)) as url:
             wait_for_replicas(url, count)
             bodies = [message(64, f"s{number}") for number in range(NUM_SESSIONS)]
-            loads = asyncio.run(sessions(port_of(url), bodies, place.seconds))
-        rates[count] = sum(len(load[200]) for load in loads) / place.seconds
+            loads = asyncio.run(sessions(port_of(url), bodies, seconds))
+        rates[count] = sum(len(load[200]) for load in loads) / seconds
     ratio = rates[2] / rates[1]
     print(f"throughput: {rates[1]:.1f} and {rates[2]:.1f} frames/s, {ratio:.2f}x (at least 1.9x)")
 
 
-def added_time(place: RayPlace) -> None:
+def added_time(ray: str, _: float) -> None:
     """The same frame of 200 kB to a policy on a thread and to one replica, in turns."""
     body = message(258, "s")
     with (
         local_server(*sleeping(0.5)) as here,
-        local_server(*place.flags(1, *sleeping(0.5))) as there,
+        local_server(*replicas(ray, 1), *sleeping(0.5)) as there,
     ):
         wait_for_replicas(there, 1)
         took_ms = asyncio.run(alternate([port_of(here), port_of(there)], body, 400))
@@ -98,7 +87,7 @@ def wait_for_replicas(url: str, count: int) -> None:
     raise SystemExit(f"{url} never had {count} replicas")
 
 
-MEASUREMENTS: dict[str, Callable[[RayPlace], None]] = {
+MEASUREMENTS: dict[str, Callable[[str, float], None]] = {
     "throughput": throughput,
     "added": added_time,
 }
@@ -135,7 +124,7 @@ def main(arguments: list[str]) -> int:
     with own_ray() as address:
         for name in names:
             try:
-                MEASUREMENTS[name](RayPlace(address, given.seconds))
+                MEASUREMENTS[name](address, given.seconds)
             except Exception:
                 logging.exception("%s is not measured; the others can be", name)
             import_ray()[1].shutdown()  # or the next would begin with these replicas

@@ -2,10 +2,9 @@
 
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Sequence
 
-from deft_policies.base import ActAnswer, ActRequest, Policy
+from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.catalog import CATALOG, CatalogEntry
 from deft_policies.constant import ConstantPolicy
 from deft_server.__main__ import main
@@ -21,13 +20,8 @@ class SpinningPolicy(ConstantPolicy):
         return super().act(batch)
 
 
-def entry(kind: type[ConstantPolicy]) -> CatalogEntry:
-    def load(_: Namespace) -> Policy:
-        return kind()
-
-    return CatalogEntry(kind.__doc__ or "", lambda _: None, load)
-
-
 if __name__ == "__main__":
-    CATALOG["spinning"] = entry(SpinningPolicy)
+    CATALOG["spinning"] = CatalogEntry(
+        SpinningPolicy.__doc__ or "", lambda _: None, lambda _: SpinningPolicy()
+    )
     raise SystemExit(main(sys.argv[1:]))
