@@ -13,6 +13,7 @@ import httpx
 
 from deft_client import ClientSettings, PolicyClient
 from deft_client.errors import NotReadyError, TransportError
+from deft_policies.errors import PolicyError
 
 LISTENING = re.compile(r"listening on (https?://[^\s\"]+)")
 READY_WITHIN_S = 300.0
@@ -20,7 +21,7 @@ STOPPED_WITHIN_S = 30.0
 LAST_WORDS = 20  # lines
 
 
-class ServerDidNotStartError(Exception):
+class ServerDidNotStartError(PolicyError):
     """The server ended, or took too long; the message holds its last words."""
 
 

@@ -22,7 +22,6 @@ from deft_client.commands.program import CommandParser, distribution_version
 from deft_client.datasets.flags import add_camera_flag, read_cameras
 from deft_client.files import write_atomically
 from deft_policies.commands.parse import parse_command, run_command, target_flags
-from scripts.local_server import ServerDidNotStartError
 from scripts.reproduce import final
 from scripts.reproduce.choices import record_choices
 from scripts.reproduce.page import (
@@ -80,10 +79,7 @@ def main(arguments: list[str]) -> int:
             return 1 if found else 0
         if not given.studies:
             parser.error(f"name a study, {ALL}, --check, --write or --pack")
-        try:
-            return _reproduce(given, words)
-        except ServerDidNotStartError as error:
-            raise ReproductionError(str(error)) from error
+        return _reproduce(given, words)
 
     return run_command(PROG, run)
 

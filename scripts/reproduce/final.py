@@ -16,33 +16,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-
 from deft_client import PolicyClient
 from deft_client.commands.program import CommandParser
 from deft_client.files import write_atomically
 from deft_client.libero.results.store import load_runs
 from deft_policies.commands.parse import run_command
-from scripts.local_server import ServerDidNotStartError, local_server
-from scripts.reproduce.study import ReproductionError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from scripts.local_server import local_server
+from scripts.reproduce.study import STRICT, ReproductionError, read_toml
 
 PROG = "python -m scripts.reproduce final"
 PLAN = Path("docs/results/final.toml")
 LEDGER = ".looks.jsonl"  # beside the plan, in place of its suffix
 _ID = "look.txt"  # in the folder of results: which look they are of
-_STRICT = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True)
 class Cell:
     """A run: flags of `deft serve` and of `deft-client eval`, and what else must be served."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
     name: str
     serve: str
     eval: str
@@ -53,7 +45,7 @@ class Cell:
 class Plan:
     """The cells, and what the details of /v1/info must say in all of them."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
     path: Path
     served: Mapping[str, str]
     cell: tuple[Cell, ...]
@@ -61,11 +53,7 @@ class Plan:
 
 def load_plan(path: Path) -> Plan:
     """Read a plan; `ReproductionError` says which field of it is wrong."""
-    try:
-        values = tomllib.loads(path.read_text("utf-8"))
-        return TypeAdapter(Plan).validate_python({**values, "path": path})
-    except (OSError, tomllib.TOMLDecodeError, ValidationError) as error:
-        raise ReproductionError(f"{path} is no plan: {error}") from error
+    return read_toml(Plan, path, "plan", path=path)
 
 
 @dataclass(frozen=True)
@@ -186,10 +174,7 @@ def main(arguments: list[str]) -> int:
         if unknown := sorted(set(given.cells) - set(names)):
             raise ReproductionError(f"no cell {unknown[0]!r}; the plan has {', '.join(names)}")
         asked = [cell for cell in plan.cell if cell.name in (given.cells or names)]
-        try:
-            play(plan, asked, given.out, given.workers)
-        except ServerDidNotStartError as error:
-            raise ReproductionError(str(error)) from error
+        play(plan, asked, given.out, given.workers)
         return 0
 
     return run_command(PROG, run)

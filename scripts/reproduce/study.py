@@ -9,6 +9,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -22,7 +23,8 @@ else:
 FOLDER = Path(__file__).parent / "studies"
 SUFFIX = ".toml"
 PLAIN = "autoregressive"
-_STRICT = ConfigDict(extra="forbid")
+STRICT = ConfigDict(extra="forbid")
+T = TypeVar("T")
 
 
 class ReproductionError(PolicyError):
@@ -39,7 +41,7 @@ class Row:
     With `loop` transformers decodes, by that loop of `BaselineLoop`.
     """
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
     name: str
     method: str = PLAIN
     flags: tuple[str, ...] = ()
@@ -89,7 +91,7 @@ class Row:
 class Published:
     """What the paper says, as it says it, and why it is not the same thing."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
     where: str
     differs: str
     columns: tuple[str, ...]
@@ -103,7 +105,7 @@ class Table:
     A plot shows measures over the rows' `x`, or passes over the steps of one episode ("step").
     """
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
     key: str
     title: str
     measures: tuple[str, ...]
@@ -127,7 +129,7 @@ class Study:
     None, where only times are taken.
     """
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
     title: str
     about: str
     table: tuple[Table, ...]
@@ -163,7 +165,13 @@ def study_names() -> list[str]:
 
 def load_study(path: Path) -> Study:
     """Read a study; `ReproductionError` says which field of it is wrong."""
+    return read_toml(Study, path, "study")
+
+
+def read_toml(kind: type[T], path: Path, what: str, /, **more: object) -> T:
+    """Build a dataclass of a file's values and `more`; `ReproductionError` where it is none."""
     try:
-        return TypeAdapter(Study).validate_python(tomllib.loads(path.read_text("utf-8")))
+        values = tomllib.loads(path.read_text("utf-8"))
+        return TypeAdapter(kind).validate_python({**values, **more})
     except (OSError, tomllib.TOMLDecodeError, ValidationError) as error:
-        raise ReproductionError(f"{path} is no study: {error}") from error
+        raise ReproductionError(f"{path} is no {what}: {error}") from error
