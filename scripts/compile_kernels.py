@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -76,17 +76,11 @@ def variants() -> Iterator[Variant]:
     yield Variant("join_splits", programs.join_splits, types, constants)
 
 
-@dataclass(frozen=True)
-class Resources:
-    """What one program takes of a multiprocessor."""
+def compile_variant(variant: Variant) -> tuple[int, int, int]:
+    """Compile down to machine code and read what the assembler says of it.
 
-    registers: int  # per thread
-    spill_bytes: int  # per thread, stores and loads
-    shared_bytes: int
-
-
-def compile_variant(variant: Variant) -> Resources:
-    """Compile down to machine code and read what the assembler says of it."""
+    Registers and bytes spilled (stores and loads) of a thread, and bytes of shared memory.
+    """
     target, options = (
         GPUTarget("cuda", CAPABILITY, 32),
         {"num_stages": STAGES, "num_warps": variant.num_warps},
@@ -97,7 +91,7 @@ def compile_variant(variant: Variant) -> Resources:
     if registers is None:
         raise RuntimeError(f"ptxas said nothing of registers: {report!r}")
     spills = re.findall(r"(\d+) bytes spill", report)
-    return Resources(int(registers[1]), sum(map(int, spills)), built.metadata.shared)
+    return int(registers[1]), sum(map(int, spills)), built.metadata.shared
 
 
 def _assemble(ptx: str) -> str:
@@ -114,10 +108,10 @@ def main() -> int:
     """Print one line per program; 1 where one spills."""
     print(f"sm_{CAPABILITY}, Triton {triton.__version__}")
     found = {variant.name: compile_variant(variant) for variant in variants()}
-    rows = [[name, *map(str, astuple(one))] for name, one in found.items()]
+    rows = [[name, *map(str, one)] for name, one in found.items()]
     columns = ["program", "registers", "spill bytes", "shared bytes"]
     print(markdown_table(columns, rows, aligned=True))
-    return int(any(one.spill_bytes for one in found.values()))
+    return int(any(spill_bytes for _, spill_bytes, _ in found.values()))
 
 
 if __name__ == "__main__":
