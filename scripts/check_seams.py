@@ -11,7 +11,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from deft_client.libero.results.records import SeamSizes, TrialKey
 from deft_client.libero.simulator import conventions
 from deft_client.libero.simulator.environment import EnvironmentSettings
 from deft_client.measures.statistics import mcnemar_exact
-from deft_client.measures.table import markdown_table
+from deft_client.measures.table import Column, column_table, markdown_table
 from deft_client.types import ActionChunk, Observation
 
 CHUNKS = Path(__file__).parents[1] / "tests/golden/chunks/oft_tiny.npz"
@@ -181,23 +181,20 @@ def replay(chunks: NDArray[np.float64], seam: Seam, delay_periods: int) -> SeamS
     return SeamSizes(commanded, inside)
 
 
-_COLUMNS: dict[str, Callable[[SeamRow], str]] = {
-    "seam": lambda one: one.seam,
-    "success": lambda one: f"{one.succeeded}/{one.pairs}",
-    "losses": lambda one: str(one.losses),
-    "wins": lambda one: str(one.wins),
-    "McNemar p": lambda one: f"{one.mcnemar_p:.3g}",
-    "steps": lambda one: f"{one.mean_steps:.1f}",
-    "held": lambda one: str(one.held_steps),
-    "largest step": lambda one: f"{one.largest_step:.3f}",
-    "inside": lambda one: f"{one.largest_step_inside:.3f}",
-    "ratio": lambda one: f"{one.largest_step / (one.largest_step_inside or math.inf):.2f}",
-}
-
-
-def _table(lines: list[SeamRow]) -> str:
-    rows = [[cell(one) for cell in _COLUMNS.values()] for one in lines]
-    return markdown_table(list(_COLUMNS), rows, aligned=True)
+_COLUMNS = (
+    Column[SeamRow]("seam", lambda one: one.seam),
+    Column[SeamRow]("success", lambda one: f"{one.succeeded}/{one.pairs}"),
+    Column[SeamRow]("losses", lambda one: str(one.losses)),
+    Column[SeamRow]("wins", lambda one: str(one.wins)),
+    Column[SeamRow]("McNemar p", lambda one: f"{one.mcnemar_p:.3g}"),
+    Column[SeamRow]("steps", lambda one: f"{one.mean_steps:.1f}"),
+    Column[SeamRow]("held", lambda one: str(one.held_steps)),
+    Column[SeamRow]("largest step", lambda one: f"{one.largest_step:.3f}"),
+    Column[SeamRow]("inside", lambda one: f"{one.largest_step_inside:.3f}"),
+    Column[SeamRow](
+        "ratio", lambda one: f"{one.largest_step / (one.largest_step_inside or math.inf):.2f}"
+    ),
+)
 
 
 def _recorded_table(path: Path, delay_s: float) -> str:
@@ -222,7 +219,7 @@ def main(arguments: list[str] | None = None) -> int:
     lines: list[SeamRow] = []
     for delay_ms in given.delay_ms:
         found = list(compare(given.pairs, delay_ms / 1000))
-        print(f"answers after {delay_ms:g} ms\n{_table(found)}")
+        print(f"answers after {delay_ms:g} ms\n{column_table(_COLUMNS, found, aligned=True)}")
         print(_recorded_table(given.chunks, delay_ms / 1000))
         lines += found
     if given.lines is not None:
