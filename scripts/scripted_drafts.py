@@ -93,18 +93,14 @@ class Script:
 
 
 class Dice:
-    """Random numbers, drawn beforehand and used in turn."""
+    """Coins that are thrown beforehand and used in turn."""
 
-    def __init__(self, values: Tensor) -> None:
-        self._values = values  # [draw, ...]
-        self._next = 0
-
-    @staticmethod
-    def coins(chances: Tensor, device: torch.device) -> "Dice":
+    def __init__(self, chances: Tensor, device: torch.device) -> None:
         """True with these probabilities, in their shape."""
         generator = torch.Generator().manual_seed(0)
         drawn = torch.rand((_NUM_DRAWS, *chances.shape), generator=generator)
-        return Dice((drawn < chances).to(device))
+        self._values = (drawn < chances).to(device)  # [draw, ...]
+        self._next = 0
 
     def roll(self, num_rows: int) -> Tensor:
         """One draw per row."""
@@ -122,7 +118,7 @@ class Answers:
 
     def __init__(self, script: Script, device: torch.device) -> None:
         self.script = script
-        self._coins = Dice.coins(torch.tensor([0.0, *script.chances]), device)
+        self._coins = Dice(torch.tensor([0.0, *script.chances]), device)
         with torch.inference_mode(False):
             self.tokens = torch.zeros(_MOST_ROWS, _ACTION_LENGTH, dtype=torch.int64, device=device)
             # Where the head's path is right if it is so before, [row, position].
@@ -206,7 +202,7 @@ class ScriptedModels(DraftModels):
 
         def chains(method: Method) -> DraftSource:
             chances = torch.tensor(script.right).expand(max(1, script.num_chains), _ACTION_LENGTH)
-            coins = Dice.coins(chances, answers.tokens.device)
+            coins = Dice(chances, answers.tokens.device)
             return ScriptedChains(answers, coins, target.action_tokens)
 
         makers: dict[str, Maker] = {kinds.RETRIEVAL: chains}

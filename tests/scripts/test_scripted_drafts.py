@@ -114,7 +114,7 @@ def test_spoilt_tokens_stay_in_range_and_far_away() -> None:
 
 
 def test_dice_follow_their_odds() -> None:
-    coins = Dice.coins(torch.tensor([[0.25], [0.0], [1.0]]), CPU).roll(2000).float()
+    coins = Dice(torch.tensor([[0.25], [0.0], [1.0]]), CPU).roll(2000).float()
     assert coins.mean(dim=(0, 2)).tolist() == pytest.approx([0.25, 0.0, 1.0], abs=0.03)
 
 
