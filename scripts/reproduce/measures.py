@@ -6,7 +6,7 @@ and what has `played` in its name are those of episodes played in closed loop.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from types import MappingProxyType
 
 import numpy as np
@@ -54,25 +54,11 @@ class RowResults:
         """What ratios and differences refer to."""
         return self.plain or self
 
-    @cached_property
-    def summary(self) -> RunSummary | None:
-        """Of the replayed frames."""
-        return None if self.replayed is None else summarise(self.replayed)
-
-    @cached_property
-    def timed_summary(self) -> RunSummary | None:
-        """Of the frames that were timed."""
-        return None if self.timed is None else summarise(self.timed)
-
-    @cached_property
-    def played_summary(self) -> RunSummary | None:
-        """Of the episodes played."""
-        return None if self.played is None else summarise(self.played)
-
     @property
     def drafted(self) -> Speculation | None:
         """Of the replayed frames; None where nothing was ever drafted."""
-        found = None if self.summary is None else self.summary.speculation
+        summary = summary_of(self.replayed)
+        found = None if summary is None else summary.speculation
         return found if found is not None and found.num_checked else None
 
     @cached_property
@@ -149,6 +135,12 @@ def cell_of(name: str, results: RowResults) -> Cell:
     return measure.cell(results, number)
 
 
+@cache
+def summary_of(run: RunResults | None) -> RunSummary | None:
+    """Of all episodes."""
+    return None if run is None else summarise(run)
+
+
 def answers_of(run: RunResults | None) -> list[AnswerRecord]:
     """Of all episodes."""
     return [] if run is None else [one for record in run.records for one in record.answers]
@@ -158,15 +150,19 @@ def _number(value: float | None, form: str = ".2f", unit: str = "") -> Cell:
     return _EMPTY if value is None or not np.isfinite(value) else (f"{value:{form}}{unit}", value)
 
 
+def _ratio(total: float, count: float, form: str = ".2f", unit: str = "") -> Cell:
+    return _number(total / count if count else None, form, unit)
+
+
 def _success(results: RowResults, _: str) -> Cell:
-    found = results.played_summary
+    found = summary_of(results.played)
     if found is None:
         return _EMPTY
     return success_text(found.successes) + results.few, found.successes.share
 
 
 def _interval(results: RowResults, _: str) -> Cell:
-    found = results.played_summary
+    found = summary_of(results.played)
     return _EMPTY if found is None else (interval_text(found.successes), None)
 
 
@@ -183,6 +179,11 @@ def _points(results: RowResults, _: str) -> Cell:
         return _EMPTY
     text = "the same actions" if found.has_identical_actions else points_text(found.interval)
     return text, found.difference
+
+
+def _frames(results: RowResults, _: str) -> Cell:
+    found = summary_of(results.replayed)
+    return _number(None if found is None else found.num_answers, ".0f")
 
 
 def _share(results: RowResults, length: str) -> Cell:
@@ -203,7 +204,7 @@ def _share_equal(own: RunResults | None, plain: RunResults | None) -> Cell:
     pairs = [(one.actions, others[one.key]) for one in own.records if one.key in others]
     same = [(a[: len(b)] == b[: len(a)]).all(axis=1) for a, b in pairs]
     num_same, num = sum(int(one.sum()) for one in same), sum(map(len, same))
-    return _number(100 * num_same / num if num else None, ".1f", "%")
+    return _ratio(100 * num_same, num, ".1f", "%")
 
 
 def _deviation_of(index: int) -> Callable[[RowResults, str], Cell]:
@@ -213,7 +214,7 @@ def _deviation_of(index: int) -> Callable[[RowResults, str], Cell]:
 def _judging(results: RowResults, _: str) -> Cell:
     answers = answers_of(results.timed)
     passes = sum(len(one.accepted) for one in answers)
-    return _number(sum(one.timings.judge_ms for one in answers) / passes if passes else None)
+    return _ratio(sum(one.timings.judge_ms for one in answers), passes)
 
 
 def _speedup(results: RowResults, _: str) -> Cell:
@@ -241,7 +242,7 @@ def _phase_passes(results: RowResults, name: str) -> Cell:
         for answer, phase in zip(one.answers, known.get(one.key, ()), strict=False)
         if phase is ArmPhase(name)
     ]
-    return _number(float(np.mean(counted)) if counted else None)
+    return _ratio(sum(counted), len(counted))
 
 
 def _lesson(results: RowResults, name: str) -> Cell:
@@ -286,7 +287,7 @@ def expected_speedup(acceptance: float, length: float, cost: float) -> float:
 
 def _rate(results: RowResults, _: str) -> Cell:
     spent = [one.timings.round_trip_ms for one in answers_of(results.timed)]
-    return _number(1000 * results.row.batch * len(spent) / sum(spent) if spent else None, ".1f")
+    return _ratio(1000 * results.row.batch * len(spent), sum(spent), ".1f")
 
 
 def _passes(run: RunResults | None) -> Cell:
@@ -309,14 +310,14 @@ def _drawn(run: RunResults | None, counts: Callable[[Speculation], tuple[float, 
 
 def _stage(results: RowResults, name: str) -> Cell:
     """A median over the frames that were timed."""
-    found = results.timed_summary
+    found = summary_of(results.timed)
     return _number(found.stages[name].p50 if found and name in found.stages else None, ".1f")
 
 
 def _mean_ms(field: str) -> Callable[[RowResults, str], Cell]:
     def cell(results: RowResults, _: str) -> Cell:
         spent = [getattr(one.timings, field) for one in answers_of(results.timed)]
-        return _number(sum(spent) / len(spent) if spent else None, ".1f")
+        return _ratio(sum(spent), len(spent), ".1f")
 
     return cell
 
@@ -325,7 +326,7 @@ def _pass_ms(results: RowResults, _: str) -> Cell:
     answers = answers_of(results.timed)
     passes = sum(len(one.accepted) - 1 for one in answers)
     spent = sum(one.timings.verify_ms for one in answers)
-    return _number(spent / passes if passes else None, ".1f")
+    return _ratio(spent, passes, ".1f")
 
 
 def _committed(results: RowResults, _: str) -> Cell:
@@ -334,14 +335,10 @@ def _committed(results: RowResults, _: str) -> Cell:
     )
 
 
-def _without_action(results: RowResults) -> Cell:
+def _without_action(results: RowResults, _: str) -> Cell:
     records = () if results.replayed is None else results.replayed.records
     steps = sum(len(one.answers) for one in records)
-    return (
-        _number(100 * sum(one.held_steps for one in records) / steps, ".1f", "%")
-        if steps
-        else _EMPTY
-    )
+    return _ratio(100 * sum(one.held_steps for one in records), steps, ".1f", "%")
 
 
 def _relaxed(results: RowResults, _: str) -> Cell:
@@ -381,7 +378,7 @@ MEASURES: Mapping[str, Measure] = MappingProxyType(
         "frames": Measure(
             "frames",
             "how many recorded frames were answered",
-            lambda one, _: _number(one.summary.num_answers if one.summary else None, ".0f"),
+            _frames,
         ),
         "passes": Measure(
             "passes",
@@ -398,7 +395,7 @@ MEASURES: Mapping[str, Measure] = MappingProxyType(
         "no-action": Measure(
             "answers without an action",
             "share of the frames whose text ends in none; the robot would hold",
-            lambda one, _: _without_action(one),
+            _without_action,
         ),
         "relaxed": Measure(
             "relaxed tokens",
