@@ -65,20 +65,20 @@ class DelayedCalls(BackgroundCalls):
 
     def __init__(self, policy: EpisodePolicy, clock: VirtualClock, delay_s: float) -> None:
         self._policy, self._clock, self._delay_s = policy, clock, delay_s
-        self._pending: tuple[float, Observation] | None = None
+        self._waiting: tuple[float, Observation] | None = None
 
     def send(self, observation: Observation) -> None:
         """Take an observation."""
-        self._pending = (self._clock.now_s(), observation)
+        self._waiting = (self._clock.now_s(), observation)
 
     def collect(self) -> tuple[ActionChunk, float] | None:
         """The answer, once its time has come."""
-        if self._pending is None:
+        if self._waiting is None:
             return None
-        sent_s, observation = self._pending
+        sent_s, observation = self._waiting
         if self._clock.now_s() - sent_s < self._delay_s - _ROUNDING_S:
             return None
-        self._pending = None
+        self._waiting = None
         return self._policy.act(observation), self._delay_s
 
     def close(self) -> None:
@@ -165,7 +165,7 @@ def replay(chunks: NDArray[np.float64], seam: Seam, delay_periods: int) -> SeamS
     """Execute them in order, each `delay_periods` after its frame. Nothing moves the frames."""
     queue = ActionQueue(conventions.ACTION_RULES, seam)
     asked: int | None = None
-    actions = []  # since the last hold
+    actions: list[NDArray[np.float64]] = []  # since the last hold
     commanded = inside = 0.0
     for period in range(len(chunks)):
         if asked is not None and period - asked >= delay_periods:
