@@ -10,7 +10,7 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from deft_client.libero.errors import EvaluationError, EvaluationStoppedError, V
 from deft_client.libero.evaluation.player import EpisodeEnded, Player, Report
 from deft_client.libero.evaluation.runs import RunConfig
 from deft_client.libero.evaluation.video import keep_video
-from deft_client.libero.evaluation.workers import MAX_REASON, Died, WarningForwarder
+from deft_client.libero.evaluation.workers import MAX_REASON, Died, WarningForwarder, Worker
 from deft_client.libero.results.records import TrialKey
 
 logger = logging.getLogger(__name__)
@@ -71,15 +71,12 @@ class RemotePlayer:
 
 
 @dataclass(eq=False)
-class ActorHandle:
-    """A `WorkerHandle` to one actor; `coming` is what it will say next."""
+class ActorWorker(Worker):
+    """One actor; its only end is what it will say next."""
 
     ray: Any
     actor: Any
     folder: Path  # of the run
-    coming: Any = None
-    is_placed: bool = False
-    is_ended: bool = field(default=False, init=False)
 
     def send(self, key: TrialKey) -> None:
         """Have it play an episode."""
@@ -88,12 +85,12 @@ class ActorHandle:
     def receive(self) -> Report | Died | None:
         """What it says, or how it ended."""
         try:
-            sent: Sent = self.ray.get(self.coming)
+            sent: Sent = self.ray.get(self.ends[0])
             report, video = sent
         except self.ray.exceptions.RayError as error:
             return _ended(str(error).strip().splitlines()[-1].strip())
         self.is_placed = True
-        self.coming = self.actor.next_report.remote()
+        self.ends = (self.actor.next_report.remote(),)
         if not video:
             return report
         assert isinstance(report, EpisodeEnded)
@@ -106,7 +103,6 @@ class ActorHandle:
 
     def end(self) -> None:
         """Kill it."""
-        self.is_ended = True
         self.ray.kill(self.actor)
 
 
@@ -115,25 +111,21 @@ class RayActors:
 
     def __init__(self, address: str) -> None:
         self._ray = _connect(address)
-        self._handles: list[ActorHandle] = []
 
-    def start(self, config: RunConfig) -> ActorHandle:
+    def start(self, config: RunConfig) -> ActorWorker:
         """Ask for a worker; it is there as soon as a CPU is free."""
         actor = self._ray.remote(num_cpus=1, max_concurrency=2)(RemotePlayer).remote(config)
-        coming = actor.next_report.remote()
-        self._handles.append(ActorHandle(self._ray, actor, config.folder, coming))
-        return self._handles[-1]
+        ends = (actor.next_report.remote(),)
+        return ActorWorker(self._ray, actor, config.folder, ends=ends)
 
-    def wait(self, timeout_s: float) -> Sequence[ActorHandle]:
+    def wait(self, ends: Sequence[Any], timeout_s: float) -> Sequence[Any]:
         """Wait for a message."""
-        self._handles = [one for one in self._handles if not one.is_ended]
-        coming = {one.coming: one for one in self._handles}
         try:
-            self._ray.wait(list(coming), timeout=timeout_s)
-            ready, _ = self._ray.wait(list(coming), timeout=0, num_returns=len(coming))
+            self._ray.wait(ends, timeout=timeout_s)
+            ready: Sequence[Any] = self._ray.wait(ends, timeout=0, num_returns=len(ends))[0]
         except self._ray.exceptions.RayError as error:
             raise EvaluationStoppedError(f"the Ray cluster is gone: {error}") from error
-        return [coming[one] for one in ready]
+        return ready
 
     def close(self) -> None:
         """Leave the cluster; one that was started here ends."""

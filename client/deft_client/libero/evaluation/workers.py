@@ -11,13 +11,14 @@ import os
 import signal
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from deft_client.libero.evaluation.player import Player, Report, Send, Warned
 from deft_client.libero.evaluation.runs import RunConfig
@@ -37,19 +38,25 @@ class Died:
     reason: str
 
 
-class WorkerHandle(Protocol):
-    """The evaluation's end of one worker."""
+@dataclass(eq=False, kw_only=True)
+class Worker(ABC):
+    """The evaluation's end of one worker, with the episode it was given, which the pool notes."""
 
-    @property
-    def is_placed(self) -> bool:
-        """Whether it has a machine to run on, and can be given an episode."""
+    ends: Sequence[Any]  # one of them is ready when it has something to say
+    is_placed: bool = False  # on a machine: it can be given an episode
+    key: TrialKey | None = None
+    task: tuple[str, int] | None = None  # whose environment it has open
+    heard_s: float = field(default_factory=time.monotonic)
 
+    @abstractmethod
     def send(self, key: TrialKey) -> None:
         """Have it play an episode. If it is dead, `receive` will say so."""
 
+    @abstractmethod
     def receive(self) -> Report | Died | None:
-        """The next report, once `Workplace.wait` named this worker; None: nothing of interest."""
+        """The next report, once one of its ends is ready; None: nothing of interest."""
 
+    @abstractmethod
     def end(self) -> None:
         """End it, whatever it is doing."""
 
@@ -57,24 +64,14 @@ class WorkerHandle(Protocol):
 class Workplace(Protocol):
     """Where workers run."""
 
-    def start(self, config: RunConfig) -> WorkerHandle:
+    def start(self, config: RunConfig) -> Worker:
         """Start a worker."""
 
-    def wait(self, timeout_s: float) -> Sequence[WorkerHandle]:
-        """Wait until some of the workers have something to say, and return those."""
+    def wait(self, ends: Sequence[Any], timeout_s: float) -> Sequence[Any]:
+        """Wait until some of the workers' ends are ready, and return those."""
 
     def close(self) -> None:
         """Leave, once all workers are ended."""
-
-
-@dataclass(eq=False)
-class Worker:
-    """One worker and the episode it was given. Only the pool changes it."""
-
-    handle: WorkerHandle
-    key: TrialKey | None = None
-    task: tuple[str, int] | None = None  # whose environment it has open
-    heard_s: float = field(default_factory=time.monotonic)
 
 
 class WorkerPool:
@@ -83,26 +80,27 @@ class WorkerPool:
     def __init__(self, place: Workplace, config: RunConfig, num_workers: int) -> None:
         self._place = place
         self._config = config
-        self.workers = [self._start() for _ in range(num_workers)]
+        self.workers = [place.start(config) for _ in range(num_workers)]
 
     @property
     def idle(self) -> list[Worker]:
         """Workers that could play an episode."""
-        return [one for one in self.workers if one.key is None and one.handle.is_placed]
+        return [one for one in self.workers if one.key is None and one.is_placed]
 
     def assign(self, worker: Worker, key: TrialKey) -> None:
         """Hand an episode to an idle worker. If it is dead, `listen` will say so."""
         worker.key = key
         worker.task = (key.suite, key.task)
         worker.heard_s = time.monotonic()
-        worker.handle.send(key)
+        worker.send(key)
 
     def listen(self, timeout_s: float) -> list[tuple[Worker, Report | Died]]:
         """What the workers report within the timeout; who died or hangs is replaced."""
-        speaking = self._place.wait(timeout_s)
+        ends = [end for worker in self.workers for end in worker.ends]
+        ready = set(self._place.wait(ends, timeout_s))
         reports: list[tuple[Worker, Report | Died]] = []
-        for worker in [one for one in self.workers if one.handle in speaking]:
-            report = worker.handle.receive()
+        for worker in [one for one in self.workers if ready.intersection(one.ends)]:
+            report = worker.receive()
             worker.heard_s = time.monotonic()
             if isinstance(report, Died):
                 self._replace(worker)
@@ -117,16 +115,13 @@ class WorkerPool:
 
     def _replace(self, worker: Worker) -> None:
         """End a worker that is dead or hangs, and start another one in its place."""
-        worker.handle.end()
-        self.workers[self.workers.index(worker)] = self._start()
-
-    def _start(self) -> Worker:
-        return Worker(self._place.start(self._config))
+        worker.end()
+        self.workers[self.workers.index(worker)] = self._place.start(self._config)
 
     def close(self) -> None:
         """End all workers, whatever they are doing."""
         for worker in self.workers:
-            worker.handle.end()
+            worker.end()
 
 
 class WarningForwarder(logging.Handler):
@@ -169,14 +164,13 @@ def _prepare_process(log_file: Path) -> None:
     end_with_parent()
 
 
-@dataclass(frozen=True, eq=False)
-class ProcessHandle:
-    """A `WorkerHandle` to one process."""
+@dataclass(eq=False)
+class ProcessWorker(Worker):
+    """One process."""
 
     process: SpawnProcess
     connection: Connection
     log_file: Path
-    is_placed: bool = True
 
     def send(self, key: TrialKey) -> None:
         """Have it play an episode."""
@@ -220,9 +214,8 @@ class Processes:
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("spawn")
         self._num_started = 0
-        self._handles: list[ProcessHandle] = []
 
-    def start(self, config: RunConfig) -> ProcessHandle:
+    def start(self, config: RunConfig) -> ProcessWorker:
         """Start a process."""
         folder = config.folder / "logs"
         folder.mkdir(parents=True, exist_ok=True)
@@ -232,15 +225,12 @@ class Processes:
         process = self._context.Process(target=work, args=(far_pipe, config, log_file), daemon=True)
         process.start()
         far_pipe.close()  # only the worker may hold its end, or nobody would notice that it is gone
-        self._handles.append(ProcessHandle(process, pipe, log_file))
-        return self._handles[-1]
+        ends = (pipe, process.sentinel)
+        return ProcessWorker(process, pipe, log_file, ends=ends, is_placed=True)
 
-    def wait(self, timeout_s: float) -> Sequence[ProcessHandle]:
+    def wait(self, ends: Sequence[Any], timeout_s: float) -> Sequence[Any]:
         """Wait for something to read, or for a process to end."""
-        self._handles = [one for one in self._handles if not one.connection.closed]
-        ends = [end for one in self._handles for end in (one.connection, one.process.sentinel)]
-        ready = set(wait(ends, timeout_s))
-        return [one for one in self._handles if {one.connection, one.process.sentinel} & ready]
+        return wait(ends, timeout_s)
 
     def close(self) -> None:
         """Nothing is left."""

@@ -13,7 +13,7 @@ import pytest
 
 from deft_client.libero.commands.evaluate import read_options
 from deft_client.libero.evaluation.player import EpisodeEnded, Heartbeat
-from deft_client.libero.evaluation.ray_workers import ActorHandle, RemotePlayer, Sent
+from deft_client.libero.evaluation.ray_workers import ActorWorker, RemotePlayer, Sent
 from deft_client.libero.evaluation.runs import plan_runs
 from deft_client.libero.evaluation.workers import Died
 from tests.client.libero.episodes import record
@@ -65,8 +65,8 @@ class _Here:
         return coming
 
 
-def _line(folder: Path, coming: Sent | Exception) -> ActorHandle:
-    return ActorHandle(_Here(), _Here(), folder, coming)
+def _line(folder: Path, coming: Sent | Exception) -> ActorWorker:
+    return ActorWorker(_Here(), _Here(), folder, ends=(coming,))
 
 
 def _ended_with_video() -> Sent:
