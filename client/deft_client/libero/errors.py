@@ -18,6 +18,9 @@ EvaluationError
     └── ResultsWriteError       the disk refused; what was written before is intact
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from deft_client.errors import DeftError, UsageError
 
 
@@ -75,3 +78,15 @@ class ResultsWriteError(ResultsError):
 
 class ResultsMismatchError(UsageError):
     """The folder holds results of another run, version or options."""
+
+
+@contextmanager
+def needed(
+    what: str, extra: str, error: type[EvaluationError] = EvaluationError, otherwise: str = ""
+) -> Iterator[None]:
+    """Around imports of an extra: say what to install where it is not there."""
+    try:
+        yield
+    except ImportError as missing:
+        install = f'in a clone of Deft, pip install "./client[{extra}]"'
+        raise error(f"{what}: {install}{otherwise}") from missing

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
-from deft_client.libero.errors import EvaluationError
+from deft_client.libero.errors import needed
 from deft_client.libero.results.records import EpisodeRecord, Outcome
 from deft_client.measures.statistics import wilson_interval
 
@@ -30,12 +30,8 @@ class ProgressLine:
         stream: TextIO,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        try:
+        with needed("this needs tqdm", "libero"):
             from tqdm import tqdm
-        except ImportError as error:
-            raise EvaluationError(
-                'this needs tqdm: in a clone of Deft, pip install "./client[libero]"'
-            ) from error
         self._stream = stream
         self._clock = clock
         self._is_terminal = stream.isatty()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from deft_client.libero.errors import EvaluationError, EvaluationStoppedError, VideoError
+from deft_client.libero.errors import EvaluationError, EvaluationStoppedError, VideoError, needed
 from deft_client.libero.evaluation.player import EpisodeEnded, Player, Report
 from deft_client.libero.evaluation.runs import RunConfig
 from deft_client.libero.evaluation.video import keep_video
@@ -137,12 +137,8 @@ def _ended(reason: str) -> Died:
 
 
 def _connect(address: str) -> Any:
-    try:
+    with needed("--ray needs Ray", "ray"):
         import ray
-    except ImportError as error:
-        raise EvaluationError(
-            '--ray needs Ray: in a clone of Deft, pip install "./client[ray]"'
-        ) from error
     on_terminate = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(

@@ -12,7 +12,7 @@ from PIL import Image as PillowImage
 from PIL import ImageDraw, ImageFont
 
 from deft_client.files import replacing
-from deft_client.libero.errors import VideoError
+from deft_client.libero.errors import VideoError, needed
 from deft_client.libero.results.records import VIDEO_FPS, EpisodeRecord, Outcome
 from deft_client.measures.answers import AnswerRecord
 from deft_client.reasoning import PICTURE as POINTED
@@ -44,13 +44,8 @@ def write_video(
 
     There is a picture before each action, and one after the last.
     """
-    try:
+    with needed("videos need imageio-ffmpeg", "libero", VideoError, "; or use --video none"):
         import imageio_ffmpeg
-    except ImportError as error:
-        raise VideoError(
-            'videos need imageio-ffmpeg: in a clone of Deft, pip install "./client[libero]"; '
-            "or use --video none"
-        ) from error
     with _replacing_earlier_tries(path) as beside:
         writer = imageio_ffmpeg.write_frames(
             str(beside),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from deft_client.libero.errors import EvaluationError
+from deft_client.libero.errors import needed
 from deft_client.libero.report.chart import Bar, BarPlot, Line, LinePlot, axis_of, tick_text
 from deft_client.libero.report.difference import Comparison, compare
 from deft_client.libero.report.picture import Racer, find_races
@@ -149,12 +149,8 @@ def build_page(views: Sequence[View], key: TrialKey | None = None) -> str:
 
 
 def _load_template() -> "Template":
-    try:
+    with needed("a report needs jinja2", "libero"):
         import jinja2
-    except ImportError as error:
-        raise EvaluationError(
-            'a report needs jinja2: in a clone of Deft, pip install "./client[libero]"'
-        ) from error
     templates = jinja2.Environment(
         loader=jinja2.PackageLoader("deft_client.libero.report"),
         autoescape=True,

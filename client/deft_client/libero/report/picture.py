@@ -13,7 +13,7 @@ from PIL import Image as PillowImage
 from PIL import ImageDraw, ImageFont
 
 from deft_client.files import replacing
-from deft_client.libero.errors import SelectionError, VideoError
+from deft_client.libero.errors import SelectionError, VideoError, needed
 from deft_client.libero.evaluation.video import PICTURE
 from deft_client.libero.report.summary import STEPS_PER_S
 from deft_client.libero.results.records import EpisodeRecord, Outcome, TrialKey
@@ -142,13 +142,8 @@ def _size_of(text: str, most: int) -> int:
 
 def _read_frames(path: Path) -> list[PillowImage.Image]:
     """The camera's part of a video's frames, made small."""
-    try:
+    with needed("reading videos needs imageio-ffmpeg", "simulator", VideoError):
         import imageio_ffmpeg
-    except ImportError as error:
-        raise VideoError(
-            "reading videos needs imageio-ffmpeg: in a clone of Deft, "
-            'pip install "./client[simulator]"'
-        ) from error
     cut = f"crop={PICTURE}:{PICTURE}:0:0,scale={_SIDE}:{_SIDE}:flags=area"
     command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-i", str(path), "-vf", cut]
     done = subprocess.run(
