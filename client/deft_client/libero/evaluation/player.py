@@ -48,6 +48,7 @@ class EpisodeEnded:
 
     record: EpisodeRecord
     may_pass: bool = False  # the server did not answer: try again
+    video: bytes = b""  # where it was played elsewhere, and is still to be kept here
 
 
 @dataclass(frozen=True)

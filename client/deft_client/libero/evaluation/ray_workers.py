@@ -24,50 +24,45 @@ from deft_client.libero.results.records import TrialKey
 logger = logging.getLogger(__name__)
 
 
-# A message of an actor: a report, with the video of its episode if there is one. None comes first,
-# to say that it is there.
-Sent = tuple[Report | Died | None, bytes]
+Said = Report | Died | None  # by an actor; None comes first, to say that it is there
 
 
 class RemotePlayer:
     """The actor. Ray calls it on threads of its own; episodes have one, as OpenGL wants it."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._outbox: queue.SimpleQueue[Sent] = queue.SimpleQueue()
-        self._outbox.put((None, b""))
-        logging.getLogger("deft_client").addHandler(WarningForwarder(self._send))
+        self._outbox: queue.SimpleQueue[Said] = queue.SimpleQueue()
+        self._outbox.put(None)
+        logging.getLogger("deft_client").addHandler(WarningForwarder(self._outbox.put))
         # Not the run's own folder: this may be another machine.
         here = replace(config, out=Path(tempfile.mkdtemp(prefix="deft-")))
         self._folder = here.folder
-        self._player = Player(here, self._send)
+        self._player = Player(here, self._outbox.put)
         self._thread = ThreadPoolExecutor(1, "episodes")
 
     def play(self, key: TrialKey) -> None:
         """Begin an episode."""
         self._thread.submit(self._player.play, key).add_done_callback(self._ended)
 
-    def next_report(self) -> Sent:
+    def next_report(self) -> Said:
         """Wait for something to say."""
         return self._outbox.get()
 
     def _ended(self, episode: Future[Report]) -> None:
         error = episode.exception()
         if error is None:
-            self._outbox.put((episode.result(), self._take_video(episode.result())))
+            self._outbox.put(self._with_video(episode.result()))
         else:
             traceback.print_exception(error)
-            self._outbox.put((_ended(f"{type(error).__name__}: {error}"), b""))
+            self._outbox.put(_ended(f"{type(error).__name__}: {error}"))
 
-    def _send(self, report: Report) -> None:
-        self._outbox.put((report, b""))
-
-    def _take_video(self, report: Report) -> bytes:
+    def _with_video(self, report: Report) -> Report:
         if not isinstance(report, EpisodeEnded) or not report.record.video:
-            return b""
+            return report
         file = self._folder / report.record.video
         content = file.read_bytes()
         file.unlink()
-        return content
+        return replace(report, video=content)
 
 
 @dataclass(eq=False)
@@ -82,20 +77,18 @@ class ActorWorker(Worker):
         """Have it play an episode."""
         self.actor.play.remote(key)
 
-    def receive(self) -> Report | Died | None:
+    def receive(self) -> Said:
         """What it says, or how it ended."""
         try:
-            sent: Sent = self.ray.get(self.ends[0])
-            report, video = sent
+            report: Said = self.ray.get(self.ends[0])
         except self.ray.exceptions.RayError as error:
             return _ended(str(error).strip().splitlines()[-1].strip())
         self.is_placed = True
         self.ends = (self.actor.next_report.remote(),)
-        if not video:
+        if not isinstance(report, EpisodeEnded) or not report.video:
             return report
-        assert isinstance(report, EpisodeEnded)
         try:
-            keep_video(self.folder / report.record.video, video)
+            keep_video(self.folder / report.record.video, report.video)
         except VideoError as error:
             logger.warning("%s", error)
             return EpisodeEnded(replace(report.record, video=""))

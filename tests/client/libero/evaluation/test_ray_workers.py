@@ -13,7 +13,7 @@ import pytest
 
 from deft_client.libero.commands.evaluate import read_options
 from deft_client.libero.evaluation.player import EpisodeEnded, Heartbeat
-from deft_client.libero.evaluation.ray_workers import ActorWorker, RemotePlayer, Sent
+from deft_client.libero.evaluation.ray_workers import ActorWorker, RemotePlayer, Said
 from deft_client.libero.evaluation.runs import plan_runs
 from deft_client.libero.evaluation.workers import Died
 from tests.client.libero.episodes import record
@@ -59,19 +59,19 @@ class _Here:
     def next_report(self) -> SimpleNamespace:
         return SimpleNamespace(remote=lambda: None)
 
-    def get(self, coming: Sent | Exception) -> Sent:
+    def get(self, coming: Said | Exception) -> Said:
         if isinstance(coming, Exception):
             raise coming
         return coming
 
 
-def _line(folder: Path, coming: Sent | Exception) -> ActorWorker:
+def _line(folder: Path, coming: Said | Exception) -> ActorWorker:
     return ActorWorker(_Here(), _Here(), folder, ends=(coming,))
 
 
-def _ended_with_video() -> Sent:
+def _ended_with_video() -> EpisodeEnded:
     played = replace(record(), video="videos/task00-trial00-succeeded.mp4")
-    return EpisodeEnded(played), b"a video"
+    return EpisodeEnded(played, video=b"a video")
 
 
 def test_a_video_travels_back_and_takes_the_place_of_an_earlier_try(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_an_episode_whose_video_finds_no_place_is_kept_without(
 
 
 def test_a_worker_has_a_place_once_it_speaks_and_its_end_says_why(tmp_path: Path) -> None:
-    line = _line(tmp_path, (None, b""))
+    line = _line(tmp_path, None)
     assert not line.is_placed
     assert line.receive() is None
     assert line.is_placed
@@ -112,11 +112,11 @@ def test_an_actor_says_that_it_is_there_and_then_how_its_episode_went(
     world = ["point_world", "--environment", "point_world", "--out", str(tmp_path)]
     (run,) = plan_runs(read_options([*world, "--policy", policy, "--episodes", "1"]), None)
     player = RemotePlayer(run)
-    assert player.next_report() == (None, b"")
+    assert player.next_report() is None
     player.play(run.keys[0])
-    reports = [player.next_report()[0]]
+    reports = [player.next_report()]
     while isinstance(reports[-1], Heartbeat):
-        reports.append(player.next_report()[0])
+        reports.append(player.next_report())
     assert isinstance(reports[-1], told)
     assert not list(tmp_path.iterdir())
 
