@@ -12,7 +12,7 @@ from types import MappingProxyType
 import numpy as np
 
 from deft_client.libero.report.difference import (
-    ArmPhase,
+    PHASES,
     Comparison,
     compare,
     phases_of,
@@ -240,7 +240,7 @@ def _phase_passes(results: RowResults, name: str) -> Cell:
         len(answer.accepted)
         for one in own.records
         for answer, phase in zip(one.answers, known.get(one.key, ()), strict=False)
-        if phase is ArmPhase(name)
+        if phase == PHASES.index(name)
     ]
     return _ratio(sum(counted), len(counted))
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
 
 import numpy as np
@@ -24,6 +23,7 @@ from deft_client.measures.statistics import (
 
 LUCK = 0.05  # p-values below it are called a difference
 MARGIN = 0.05  # the loss of success that is to be ruled out, where nobody says another
+PHASES = ("approach", "grasp", "transport", "place")  # what the arm is about to do
 GRASP_STEPS = 10  # half a second, in which the fingers close
 RELEASE_STEPS = 10  # of setting down, before the fingers open
 Pair = tuple[EpisodeRecord, EpisodeRecord]
@@ -231,10 +231,9 @@ _SUMS: dict[str, Sums] = {
 
 
 def _deviations(pairs: Sequence[Pair]) -> Iterator[PhaseDeviation]:
-    by_phase = np.array([_apart(one, other) for one, other in pairs]).reshape(-1, len(ArmPhase), 3)
-    names = [phase.value for phase in ArmPhase]
+    by_phase = np.array([_apart(one, other) for one, other in pairs]).reshape(-1, len(PHASES), 3)
     for name, counted in (
-        *zip(names, by_phase.transpose(1, 0, 2), strict=True),
+        *zip(PHASES, by_phase.transpose(1, 0, 2), strict=True),
         ("all", by_phase.sum(axis=1)),
     ):
         mm, deg, steps = counted.sum(axis=0)
@@ -254,22 +253,12 @@ def _apart(one: EpisodeRecord, other: EpisodeRecord) -> list[list[float]]:
     steps = min(one.num_steps, other.num_steps)
     first, second = one.actions[:steps], other.actions[:steps]
     mm, deg = millimetres_apart(first, second), degrees_apart(first, second)
-    numbers = np.array([list(ArmPhase).index(phase) for phase in phases_of(one.actions)[:steps]])
-    is_in = numbers[None] == np.arange(len(ArmPhase))[:, None]  # [phase, step]
+    is_in = phases_of(one.actions)[None, :steps] == np.arange(len(PHASES))[:, None]  # [phase, step]
     return [[float(mm[rows].sum()), float(deg[rows].sum()), float(rows.sum())] for rows in is_in]
 
 
-class ArmPhase(Enum):
-    """What the arm is about to do."""
-
-    APPROACH = "approach"
-    GRASP = "grasp"
-    TRANSPORT = "transport"
-    PLACE = "place"
-
-
-def phases_of(actions: NDArray[np.float64]) -> list[ArmPhase]:
-    """The phase of every step, from actions [step, 7] in robosuite's units.
+def phases_of(actions: NDArray[np.float64]) -> NDArray[np.intp]:
+    """The phase of every step, by its place in `PHASES`, from actions [step, 7] of robosuite's.
 
     The gripper is first told to close: grasp, for half a second. It is last told to open behind
     that, or the episode ends: place, from half a second before. Between them lies transport. An
@@ -281,11 +270,7 @@ def phases_of(actions: NDArray[np.float64]) -> list[ArmPhase]:
     opens = np.flatnonzero(closes[carried:-1] & ~closes[carried + 1 :]) + carried + 1
     released = int(opens[-1]) if len(opens) else len(actions)
     placed = max(carried, released - RELEASE_STEPS)
-    bounds = ((first, ArmPhase.APPROACH), (carried, ArmPhase.GRASP), (placed, ArmPhase.TRANSPORT))
-    return [
-        next((phase for end, phase in bounds if step < end), ArmPhase.PLACE)
-        for step in range(len(actions))
-    ]
+    return np.searchsorted((first, carried, placed), np.arange(len(actions)), side="right")
 
 
 def millimetres_apart(
