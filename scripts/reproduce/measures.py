@@ -221,7 +221,7 @@ def _speedup(results: RowResults, _: str) -> Cell:
     found = results.speedup
     if found is None or found.doubts:
         return _EMPTY
-    text = f"{found.times:.2f}x ({found.interval_text}; medians {found.of_medians:.2f}x)"
+    text = f"{found.times:.2f}x ({found.interval:.2f}; medians {found.of_medians:.2f}x)"
     return text, found.times
 
 
@@ -304,7 +304,7 @@ def _drawn(run: RunResults | None, counts: Callable[[Speculation], tuple[float, 
     if len(counted) < LEAST_EPISODES:
         return _number(value)
     drawn = bootstrap_interval(counted, lambda sums: sums[:, 0] / sums[:, 1])
-    interval = f" ({drawn.low:.2f} to {drawn.high:.2f})" if drawn.high > drawn.low else ""
+    interval = f" ({drawn:.2f})" if drawn.high > drawn.low else ""
     return _number(value, unit=interval)
 
 

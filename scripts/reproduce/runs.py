@@ -79,7 +79,7 @@ def _times(one: Played) -> str:
     found = one.speedup
     if found is None or found.doubts:
         return NOTHING
-    return f"{found.times:.2f} ({found.interval_text}; {found.of_medians:.2f} by medians)"
+    return f"{found.times:.2f} ({found.interval:.2f}; {found.of_medians:.2f} by medians)"
 
 
 _LOSS = 0.10  # of success, in shares: what the last evaluation is to rule out

@@ -27,18 +27,13 @@ class SpeedUp:
     num_episodes: int
     doubts: tuple[str, ...] = ()
 
-    @property
-    def interval_text(self) -> str:
-        """`1.31 to 1.52`."""
-        return f"{self.interval.low:.2f} to {self.interval.high:.2f}"
-
     def sentence(self, run: str, baseline: str) -> str:
         """What may be said of it."""
         if self.doubts:
             return f"No speed-up of {run} over {baseline} is told: {'; '.join(self.doubts)}."
         return (
             f"{run} answers {self.times:.2f} times as fast as {baseline} (95%: "
-            f"{self.interval_text}; {self.of_medians:.2f} by medians) in {self.num_episodes} "
+            f"{self.interval:.2f}; {self.of_medians:.2f} by medians) in {self.num_episodes} "
             "episodes."
         )
 

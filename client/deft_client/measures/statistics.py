@@ -19,6 +19,10 @@ class Interval:
     low: float
     high: float
 
+    def __format__(self, form: str) -> str:
+        """`1.31 to 1.52`, both ends in that form."""
+        return f"{self.low:{form}} to {self.high:{form}}"
+
 
 def wilson_interval(successes: int, num_episodes: int) -> Interval:
     """Wilson's score interval; without an episode nothing is known, so it is [0, 1].

@@ -126,7 +126,7 @@ def _times(one: BenchRow) -> str:
     """`1.31 (1.20 to 1.42)`."""
     if one.faster is None or one.faster.doubts:
         return NOTHING
-    return f"{one.faster.times:.2f} ({one.faster.interval_text})"
+    return f"{one.faster.times:.2f} ({one.faster.interval:.2f})"
 
 
 def _columns(baseline: str | None) -> list[Column[BenchRow]]:

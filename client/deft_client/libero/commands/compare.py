@@ -12,7 +12,6 @@ from deft_client.libero.report.difference import MARGIN, Comparison, compare, co
 from deft_client.libero.report.page import short_names
 from deft_client.libero.report.tables import COMPARISON_COLUMNS, comparison_cells
 from deft_client.libero.results.store import RunResults, load_runs, weights_of
-from deft_client.measures.statistics import Interval
 from deft_client.measures.table import markdown_table
 
 _MEASURE_COLUMNS = ("per run", "first", "second", "difference", "95% of the difference")
@@ -47,16 +46,15 @@ def describe(found: Comparison) -> Iterator[str]:
     yield markdown_table(
         _MEASURE_COLUMNS,
         [
-            (name, f"{first:.2f}", f"{second:.2f}", f"{second - first:+.2f}",
-             f"{interval.low:+.2f} to {interval.high:+.2f}")
+            (name, f"{first:.2f}", f"{second:.2f}", f"{second - first:+.2f}", f"{interval:+.2f}")
             for name, first, second, interval in found.measures
         ],
     )  # fmt: skip
     yield markdown_table(
         _DEVIATION_COLUMNS,
         [
-            (one.phase, str(one.num_steps), f"{one.mm:.2f}", _spread(one.mm_interval),
-             f"{one.deg:.2f}", _spread(one.deg_interval))
+            (one.phase, str(one.num_steps), f"{one.mm:.2f}", f"{one.mm_interval:.2f}",
+             f"{one.deg:.2f}", f"{one.deg_interval:.2f}")
             for one in found.deviations
         ],
     )  # fmt: skip
@@ -64,10 +62,6 @@ def describe(found: Comparison) -> Iterator[str]:
         "Commands are compared step by step. Of frames that were replayed both answers are to the "
         "same picture; in episodes that were played, what an earlier difference led to is in it.\n"
     )
-
-
-def _spread(interval: Interval) -> str:
-    return f"{interval.low:.2f} to {interval.high:.2f}"
 
 
 def _only_run(path: Path) -> RunResults:
