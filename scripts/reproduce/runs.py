@@ -209,9 +209,9 @@ def tasks_table(path: Path) -> str:
     runs = load_runs(path)
     summaries = [summarise(run) for run in runs]
     cells = {
-        (task.suite, task.number, task.instruction, at): success_text(task.successes)
+        (*key, task.instruction, at): success_text(task.successes)
         for at, one in enumerate(summaries)
-        for task in one.tasks
+        for key, task in one.tasks.items()
     }
     rows = [
         [*map(str, key), *(cells.get((*key, at), NOTHING) for at in range(len(summaries)))]

@@ -17,7 +17,7 @@ from deft_client.libero.report.chart import Bar, BarPlot, Line, LinePlot, axis_o
 from deft_client.libero.report.difference import Comparison, compare
 from deft_client.libero.report.picture import Racer, find_races
 from deft_client.libero.report.speed import baseline_first, baseline_of
-from deft_client.libero.report.summary import RunSummary, Successes, by_task, summarise
+from deft_client.libero.report.summary import RunSummary, by_task, summarise
 from deft_client.libero.report.tables import interval_text, notes_of
 from deft_client.libero.results.records import STAGES, VIDEO_FPS, EpisodeRecord, Outcome, TrialKey
 from deft_client.libero.results.store import RunResults
@@ -68,12 +68,6 @@ class View:
         """A relative link to an episode's video, or nothing if it is not there."""
         path = self.run.video(record)
         return "" if path is None else quote(os.path.relpath(path, self.link_from.resolve()))
-
-    def successes(self, suite: str, number: int) -> Successes | None:
-        """How a task's episodes ended; None where none was played."""
-        tasks = self.summary.tasks
-        found = (one.successes for one in tasks if (one.suite, one.number) == (suite, number))
-        return next(found, None)
 
 
 def build_views(runs: Sequence[RunResults], link_from: Path) -> list[View]:
@@ -208,12 +202,10 @@ def _facts(summary: RunSummary) -> Iterator[tuple[str, str, Sequence[str]]]:
         yield "largest step", f"{summary.seams.commanded:.2f}", inside
 
 
-def _tasks(views: Sequence[View]) -> list[tuple[str, int, str]]:
-    """Suite, number and instruction of every task that was played."""
-    tasks = {
-        (task.suite, task.number): task.instruction for view in views for task in view.summary.tasks
-    }
-    return [(suite, number, text) for (suite, number), text in sorted(tasks.items())]
+def _tasks(views: Sequence[View]) -> list[tuple[tuple[str, int], str]]:
+    """Suite and number, and instruction, of every task that was played."""
+    tasks = [task for view in views for task in view.summary.tasks.items()]
+    return sorted({key: task.instruction for key, task in tasks}.items())
 
 
 def stage_parts(summary: RunSummary) -> dict[str, float]:

@@ -49,10 +49,8 @@ class Successes:
 
 @dataclass(frozen=True)
 class TaskSummary:
-    """One task of the suite."""
+    """One task of a suite."""
 
-    suite: str
-    number: int
     instruction: str
     successes: Successes
 
@@ -63,7 +61,7 @@ class RunSummary:
 
     header: RunHeader
     successes: Successes
-    tasks: tuple[TaskSummary, ...]
+    tasks: Mapping[tuple[str, int], TaskSummary]  # by suite and number, in their order
     stages: Mapping[str, Percentiles]  # stages that took time, in the order of StageTimings
     num_steps: int
     num_answers: int
@@ -94,7 +92,7 @@ def summarise(run: RunResults, keys: AbstractSet[TrialKey] | None = None) -> Run
     return RunSummary(
         header=run.header,
         successes=count_outcomes(records),
-        tasks=tuple(_tasks(records)),
+        tasks={key: _task(ones) for key, ones in sorted(by_task(records).items())},
         stages=_stages(answers),
         num_steps=num_steps,
         num_answers=len(answers),
@@ -133,10 +131,9 @@ def by_task(records: Iterable[EpisodeRecord]) -> Mapping[tuple[str, int], list[E
     return found
 
 
-def _tasks(records: Sequence[EpisodeRecord]) -> Iterable[TaskSummary]:
-    for (suite, number), ones in sorted(by_task(records).items()):
-        instruction = next((one.instruction for one in ones if one.instruction), "")
-        yield TaskSummary(suite, number, instruction, count_outcomes(ones))
+def _task(records: Sequence[EpisodeRecord]) -> TaskSummary:
+    instruction = next((one.instruction for one in records if one.instruction), "")
+    return TaskSummary(instruction, count_outcomes(records))
 
 
 def _stages(answers: Sequence[AnswerRecord]) -> dict[str, Percentiles]:

@@ -207,10 +207,10 @@ COMPARISON_COLUMNS = (
 
 
 def _task_rows(summary: RunSummary) -> Iterable[tuple[str, ...]]:
-    for task in summary.tasks:
+    for (_, number), task in summary.tasks.items():
         yield (
             summary.header.name,
-            str(task.number),
+            str(number),
             task.instruction,
             success_text(task.successes),
             interval_text(task.successes),

@@ -54,7 +54,7 @@ def test_errored_episodes_count_neither_as_success_nor_as_failure(run: RunResult
 
 
 def test_a_task_of_which_every_episode_errored_has_no_rate(run: RunResults) -> None:
-    task = summarise(run).tasks[1]
+    task = summarise(run).tasks["libero_object", 1]
     assert math.isnan(task.successes.share)
     assert task.successes.num_errored == 1
 
