@@ -14,11 +14,10 @@ from pathlib import Path
 from deft_client.libero.errors import AssetsError, SimulationError, SimulatorMissingError
 
 
-def cache_folder(chosen: Path | None = None) -> Path:
-    """The cache folder, made if missing: `chosen`, or $DEFT_CACHE_DIR, or a temporary one."""
-    if chosen is None and os.environ.get("DEFT_CACHE_DIR"):
-        chosen = Path(os.environ["DEFT_CACHE_DIR"])
-    folder = chosen or Path(tempfile.gettempdir()) / f"deft-cache-{os.getuid()}"
+def cache_folder() -> Path:
+    """The cache folder, made if missing: $DEFT_CACHE_DIR, or a temporary one."""
+    chosen = os.environ.get("DEFT_CACHE_DIR")
+    folder = Path(chosen or Path(tempfile.gettempdir()) / f"deft-cache-{os.getuid()}")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         owner = folder.stat().st_uid
@@ -26,7 +25,7 @@ def cache_folder(chosen: Path | None = None) -> Path:
         raise SimulationError(
             f"cannot use {folder} as cache: {error}; set DEFT_CACHE_DIR to a folder of yours"
         ) from error
-    if chosen is None and owner != os.getuid():
+    if not chosen and owner != os.getuid():
         raise SimulationError(f"{folder} belongs to user {owner}; set DEFT_CACHE_DIR")
     return folder.resolve()
 

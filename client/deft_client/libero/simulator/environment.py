@@ -101,7 +101,6 @@ class EnvironmentSettings:
     wrist_camera: bool = False
     renderer: Renderer = Renderer.AUTO
     assets_folder: Path | None = None  # None: LIBERO's own
-    cache: Path | None = None  # None: $DEFT_CACHE_DIR, or a temporary folder
 
 
 def open_environment(
@@ -117,7 +116,7 @@ class LiberoEnvironment:
     def __init__(self, task: Task, settings: EnvironmentSettings) -> None:
         self.task = task
         self.settings = settings
-        cache = cache_folder(settings.cache)
+        cache = cache_folder()
         self._renderer = find_renderer(settings.renderer)
         root = libero_folder(task.suite)
         self.assets = find_assets(settings.assets_folder)
