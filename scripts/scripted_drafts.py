@@ -51,7 +51,7 @@ class Script:
     goes_on: bool = True  # whether chains also draft behind the prefill
     chances: tuple[float, ...] = ()  # of tokens 2 to 7 on the head's path; empty: no head
     loop: Loop = Loop.LEAN
-    chain: int | None = None  # levels of a head that grows one branch; None: a whole tree
+    chain: int | None = None  # levels of the one branch that a pass verifies; None: a whole tree
 
     @staticmethod
     def of_head(name: str, right: float, chain: int | None = None) -> "Script":
@@ -116,11 +116,11 @@ class Answers:
     the batch are like its first.
     """
 
-    def __init__(self, script: Script, device: torch.device) -> None:
+    def __init__(self, script: Script, device: torch.device, num_tokens: int) -> None:
         self.script = script
         self._coins = Dice(torch.tensor([0.0, *script.chances]), device)
         with torch.inference_mode(False):
-            self.tokens = torch.zeros(_MOST_ROWS, _ACTION_LENGTH, dtype=torch.int64, device=device)
+            self.tokens = torch.zeros(_MOST_ROWS, num_tokens, dtype=torch.int64, device=device)
             # Where the head's path is right if it is so before, [row, position].
             self.is_right = torch.zeros_like(self.tokens)
 
@@ -201,7 +201,8 @@ class ScriptedModels(DraftModels):
         answers, script, head = self.answers, self.answers.script, self.head
 
         def chains(method: Method) -> DraftSource:
-            chances = torch.tensor(script.right).expand(max(1, script.num_chains), _ACTION_LENGTH)
+            shape = max(1, script.num_chains), answers.tokens.shape[1]
+            chances = torch.tensor(script.right).expand(shape)
             coins = Dice(chances, answers.tokens.device)
             return ScriptedChains(answers, coins, target.action_tokens)
 
@@ -220,7 +221,8 @@ class ScriptedPolicy(VlaPolicy):
         """`answers` are by the identity of the observation."""
         model = policy.token_model
         self._answers = answers
-        self._next = Answers(script, model.device)
+        num_tokens = max(len(tokens) for tokens in answers.values())
+        self._next = Answers(script, model.device, num_tokens)
         models = ScriptedModels(
             head=random_head(model.network) if script.chances else None,
             answers=self._next,

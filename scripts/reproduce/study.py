@@ -36,7 +36,8 @@ class Row:
     """One way of answering. `flags` are of the policy, as `deft serve` takes them.
 
     With `values` it stands for a row each, with the value in the place of {} in name and method.
-    With `acceptance`, drafts are scripted: each stands with this chance, in chains of `levels`.
+    With `acceptance`, drafts are scripted: each stands with this chance, in chains of `levels` from
+    a draft head. `without_head` drafting is free, as it is from the last answer.
     With `like` they are scripted to stand as often as that method's did in the committed lines.
     With `loop` transformers decodes, by that loop of `BaselineLoop`.
     """
@@ -48,6 +49,7 @@ class Row:
     batch: int = 1
     acceptance: float | None = None
     levels: int = 5
+    without_head: bool = False
     like: str = ""
     loop: str = ""
     played: bool | tuple[float, ...] = False  # in closed loop as well; of which values
@@ -71,6 +73,7 @@ class Row:
         parts += [f"batch{self.batch}"] if self.batch > 1 else []
         if self.acceptance is not None:
             parts = [f"scripted-{self.acceptance:g}-levels{self.levels}"]
+            parts += ["without head"] if self.without_head else []
         if self.like:
             parts = ["scripted", self.like]
         if self.loop:

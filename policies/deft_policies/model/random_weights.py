@@ -42,6 +42,11 @@ def openvla_7b() -> OpenVLAConfig:
     )
 
 
+def ecot_7b() -> OpenVLAConfig:
+    """The 7B with answers of 257 tokens, as many as ECoT writes for a frame."""
+    return replace(openvla_7b(), statistics={STATISTICS_KEY: unit_statistics(257)})
+
+
 def openvla_small() -> OpenVLAConfig:
     """A model that answers on a laptop, with the 7B's ratio of decoder to towers."""
     towers = (replace(one, width=96, depth=5, heads=3, mlp=384) for one in (DINOV2, SIGLIP))
@@ -61,15 +66,15 @@ def _llama(
 
 
 NAMED_SIZES: Mapping[str, Callable[[], OpenVLAConfig]] = MappingProxyType(
-    {"openvla-7b": openvla_7b, "small": openvla_small}
+    {"openvla-7b": openvla_7b, "small": openvla_small, "ecot-7b": ecot_7b}
 )
 
 
-def unit_statistics() -> ActionStatistics:
-    """Seven dimensions from -1 to 1, the gripper from 0 to 1 as it is."""
-    low, high = np.full(7, -1.0), np.ones(7)
-    low[6] = 0.0
-    return ActionStatistics(low, high, np.arange(7) < 6)
+def unit_statistics(length: int = 7) -> ActionStatistics:
+    """Dimensions from -1 to 1; the last, the gripper, from 0 to 1 as it is."""
+    low, high = np.full(length, -1.0), np.ones(length)
+    low[-1] = 0.0
+    return ActionStatistics(low, high, np.arange(length) < length - 1)
 
 
 @torch.no_grad()
