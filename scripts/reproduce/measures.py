@@ -26,7 +26,7 @@ from deft_client.measures.answers import AnswerRecord
 from deft_client.measures.speculation import Speculation, speculation_of
 from deft_client.measures.speed import SpeedUp
 from deft_client.measures.statistics import LEAST_EPISODES, bootstrap_interval
-from deft_client.measures.table import NOTHING
+from deft_client.measures.table import NOTHING, share_text
 from deft_policies.decoding.methods import find_method
 from scripts.predict_gpu import HeadWork, action_ms
 from scripts.reproduce.study import ReproductionError, Row
@@ -204,7 +204,7 @@ def _share_equal(own: RunResults | None, plain: RunResults | None) -> Cell:
     pairs = [(one.actions, others[one.key]) for one in own.records if one.key in others]
     same = [(a[: len(b)] == b[: len(a)]).all(axis=1) for a, b in pairs]
     num_same, num = sum(int(one.sum()) for one in same), sum(map(len, same))
-    return _ratio(100 * num_same, num, ".1f", "%")
+    return (share_text(num_same / num), 100 * num_same / num) if num else _EMPTY
 
 
 def _deviation_of(index: int) -> Callable[[RowResults, str], Cell]:

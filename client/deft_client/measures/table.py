@@ -54,6 +54,11 @@ def without_empty(
     return [columns[at] for at in kept], [[row[at] for at in kept] for row in rows]
 
 
+def share_text(share: float) -> str:
+    """A share in percent. 100.0% is all: what falls short by less than it shows is 99.9%."""
+    return f"{share if share == 1 else min(share, 0.999):.1%}"
+
+
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 

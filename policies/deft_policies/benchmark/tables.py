@@ -7,7 +7,7 @@ from itertools import zip_longest
 from deft_client.measures.speculation import Speculation
 from deft_client.measures.speed import SpeedUp
 from deft_client.measures.statistics import Percentiles
-from deft_client.measures.table import NOTHING, Column, column_table, markdown_table
+from deft_client.measures.table import NOTHING, Column, column_table, markdown_table, share_text
 from deft_policies.benchmark.audit import (
     AuditReport,
     EqualityCheck,
@@ -159,7 +159,7 @@ def _columns(baseline: str | None) -> list[Column[BenchRow]]:
         ),
         Column(
             "equal answers",
-            lambda one: NOTHING if not one.decoding else f"{one.decoding.equal_actions:.1%}",
+            lambda one: NOTHING if not one.decoding else share_text(one.decoding.equal_actions),
             "answers with all tokens of plain decoding's",
         ),
         Column(

@@ -21,6 +21,7 @@ from deft_client.commands.methods import with_knobs
 from deft_client.commands.program import CommandParser
 from deft_client.datasets.flags import add_camera_flag, read_cameras
 from deft_client.datasets.formats import find_format, find_parts, read_dataset, read_recordings
+from deft_client.measures.table import share_text
 from deft_client.recordings import RecordedStep, StepReader
 from deft_client.types import ActionChunk, ActOptions, Observation
 from deft_policies.base import ActRequest, Policy
@@ -174,14 +175,16 @@ def describe(compared: Sequence[StepComparison]) -> str:
     identical = (differences.max(axis=1) == 0).mean()
     lines = [
         f"{len(compared)} frames of {len({one.episode for one in compared})} episodes; "
-        f"{identical:.1%} answered with identical actions"
+        f"{share_text(identical)} answered with identical actions"
     ]
     same_tokens = [one.same_tokens for one in compared if one.same_tokens is not None]
     if same_tokens:
-        lines.append(f"same tokens: {np.mean(same_tokens):.1%} of the frames")
+        lines.append(
+            f"same tokens: {share_text(sum(same_tokens) / len(same_tokens))} of the frames"
+        )
     same_text = [one.same_text for one in compared if one.same_text is not None]
     if same_text:
-        lines.append(f"same text: {np.mean(same_text):.1%} of the frames")
+        lines.append(f"same text: {share_text(sum(same_text) / len(same_text))} of the frames")
     largest, mean = differences.max(axis=0), differences.mean(axis=0)
     lines.append("largest difference:  " + "  ".join(f"{one:.4g}" for one in largest))
     lines.append("mean difference:     " + "  ".join(f"{one:.4g}" for one in mean))
