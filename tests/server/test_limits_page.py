@@ -1,4 +1,4 @@
-"""docs/security.md lists every limit as it is."""
+"""docs/security.md lists limits as it is."""
 
 import re
 from pathlib import Path
