@@ -231,7 +231,7 @@ class PolicyFitConfig(CloneConfig):
     # Every step thinks aloud and changes only words that thoughts alone have, so that acting at
     # once stays what it was: for a policy that acts well and thinks badly.
     only_thoughts: bool = False
-    only_decided: bool = False  # leave out where the expert rises again: see `train.decided`
+    only_decided: bool = False  # leave out where the expert rises again: see `episodes.decided`
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,6 +1,6 @@
 """Demonstrations on disk: one checksummed file per episode, readable with numpy and Pillow alone.
 
-A file is an uncompressed npz (scripts/tiny_libero/README.md describes every member). Actions are
+A file is an uncompressed npz (scripts/tiny_libero/README.md lists the members). Actions are
 in the training data's dialect: six numbers as the simulator takes them, then the gripper, 1 open
 and 0 close, so that `conventions.to_robosuite` gives back what was executed.
 """
