@@ -155,7 +155,7 @@ def test_the_page_shows_the_rule_that_the_package_holds() -> None:
 
 
 def test_the_page_shows_the_source_that_the_package_holds() -> None:
-    shown = (ROOT / "docs" / "plugins.md").read_text().split("no motion at all, complete:")[1]
+    shown = (ROOT / "docs" / "plugins.md").read_text().split('"no motion at all", complete:')[1]
     code = shown.split("```python\n")[1].split("```")[0]
     assert code.rstrip() in (PLUGINS / "middle_source.py").read_text()
     assert "def draft(" in code
