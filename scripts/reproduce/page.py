@@ -2,8 +2,8 @@
 
 The same lines give the same bytes. A page of prose quotes by a block, which begins with
 `<!-- from DIR#STUDY/TABLE -->` (or `DIR#facts`, `DIR#legend`, `DIR#choices`; of an evaluation's
-runs, packed or not, `PATH#runs`, `PATH#beside/RUN`, `PATH#tasks`, `PATH#times`) and ends with `<!-- end -->`; its content is made
-from the lines in DIR, a path beside the page.
+runs, packed or not, `PATH#runs`, `PATH#beside/RUN`, `PATH#tasks`, `PATH#times`) and ends with
+`<!-- end -->`; its content is made from the lines in DIR, a path beside the page.
 """
 
 import difflib
