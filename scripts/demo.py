@@ -2,7 +2,7 @@
 
 All methods answer the same frames in turn, while plain decoding plays: how much faster, and are the
 answers the same? Once with a text before every action, where the policy was taught to write one,
-and once at once. Then an episode of each kind is filmed, with plain decoding and with `lossless`.
+and once at once. Then an episode is filmed, with plain decoding and with `lossless`.
 """
 
 import os
@@ -43,7 +43,7 @@ FOLDER = Path("results/demo")
 METHODS = ("autoregressive", "lossless", "deft")
 FILMED = THINKING = ("autoregressive", "lossless")
 SUITE, TRIAL = "libero_object", 40  # trials from 40 were never trained on
-STEPS, THINKING_STEPS = 40, 12  # of an episode while methods are compared
+STEPS, THINKING_STEPS = 30, 10  # of an episode while methods are compared
 FILMED_STEPS = 200  # at most: an episode that succeeds has fewer
 MOST_LOAD = 1.2  # a core, the demonstration itself included: with more, others were at work
 
@@ -59,18 +59,16 @@ def main() -> int:
             with PolicyClient(url) as client:
                 info = client.info()
             say(f"ready: {info.policy}, trained on {info.assets} assets")
-            tasks = choose_tasks(info)
-            compare(url, tasks, thinks=info.max_tokens is not None)
-            say(f"\nAn episode of each kind, with {' and with '.join(FILMED)}, is filmed")
-            code = evaluate_command.DONE
-            if info.max_tokens is not None:
-                code = film(url, tasks[0], "--reasoning")
-            code = code or film(url, tasks[0])
+            tasks, thinks = choose_tasks(info), info.max_tokens is not None
+            found = compare(url, tasks, thinks)
+            say(f"\nAn episode, with {' and with '.join(FILMED)}, is filmed")
+            code = film(url, tasks[0], *(["--reasoning"] if thinks else []))
     except ServerDidNotStartError as error:
         print(error, file=sys.stderr)
         return 1
     if code == evaluate_command.DONE:
         report()
+        say(f"\nEvery method answered the same frames, from {len(tasks)} LIBERO starts:\n{found}")
     return code
 
 
@@ -95,8 +93,8 @@ def choose_tasks(info: ServerInfo) -> list[int]:
     return list(known[::step][:LEAST_EPISODES])
 
 
-def compare(url: str, tasks: list[int], thinks: bool) -> None:
-    """Have all methods answer the same frames of every task, and say what came of it."""
+def compare(url: str, tasks: list[int], thinks: bool) -> str:
+    """Have all methods answer the same frames of every task; say and return what came of it."""
     aloud, at_once = list[Answers](), list[Answers]()
     say("\nAll methods answer the same frames in turn, and plain decoding acts")
     for number in tasks:
@@ -111,9 +109,12 @@ def compare(url: str, tasks: list[int], thinks: bool) -> None:
         at_once.append(ask(url, environment, METHODS, STEPS))
         environment.close()
     doubts = busy()
+    kinds = {"Acting at once": at_once}
     if thinks:
-        say("\nThinking aloud, a text before every action:\n\n" + describe(aloud, doubts))
-    say("\nActing at once:\n\n" + describe(at_once, doubts))
+        kinds = {"Thinking aloud, a text before every action": aloud, **kinds}
+    for kind, episodes in kinds.items():
+        say(f"\n{kind}:\n\n{describe(episodes, doubts)}")
+    return "".join(f"{kind}:\n{conclude(one, doubts)}" for kind, one in kinds.items())
 
 
 def ask(
@@ -168,10 +169,7 @@ class InterleavedPolicy:
 
 
 def describe(episodes: Sequence[Answers], doubts: Sequence[str] = ()) -> str:
-    """A table of the methods, and how much faster each is than the first one.
-
-    `doubts` say why times of this machine tell nothing; then there are none.
-    """
+    """A table of the methods. `doubts` say why times tell nothing; then there are none."""
     plain, *others = episodes[0]
     rows = [
         [
@@ -183,11 +181,19 @@ def describe(episodes: Sequence[Answers], doubts: Sequence[str] = ()) -> str:
         for name in (plain, *others)
     ]
     columns = ["method", "ms an answer", "passes", f"as {plain}"]
-    lines = [markdown_table(columns, rows, aligned=True)]
+    return markdown_table(columns, rows, aligned=True)
+
+
+def conclude(episodes: Sequence[Answers], doubts: Sequence[str] = ()) -> str:
+    """How much faster each method is than the first one, and whether its answers are the same."""
+    plain, *others = episodes[0]
     baseline = [_round_trips([one], plain) for one in episodes]
+    lines = []
     for name in others:
         own = [_round_trips([one], name) for one in episodes]
-        lines.append(f"{speed_up(baseline, own, doubts).sentence(name, plain)}\n")
+        same = _identical(_all(episodes, name), _all(episodes, plain))
+        sentence = speed_up(baseline, own, doubts).sentence(name, plain)
+        lines.append(f"- {sentence} As {plain}: {same}.\n")
     return "".join(lines)
 
 

@@ -176,9 +176,9 @@ class Replays:
                 if (one := self._open(policy, row, frames, folder)) is not None:
                     opened.append(one)
                     stack.callback(one.store.close)
-            if folder == TIMED:  # a guard knows from its start what plans cost
-                methods = (one.contender.decoding for one in opened)
-                policy.warm_up([method for method in methods if method is not None])
+            methods = [one.contender.decoding for one in opened if one.contender.decoding]
+            if folder == TIMED and any(find_method(method).is_guarded for method in methods):
+                policy.warm_up(methods)  # the guard knows from its start what plans cost
             for key, seen in tqdm(frames.episodes(), unit="episode", desc=folder):
                 missing = [one for one in opened if not one.has(key)]
                 asked = [ReplayFrame(one, str(key)) for one in seen]

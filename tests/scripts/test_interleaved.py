@@ -7,7 +7,7 @@ import numpy as np
 from deft_client.libero.evaluation.episode import EpisodePlayer
 from deft_client.libero.evaluation.runs import RunConfig
 from deft_client.types import ActionChunk, DecodeTrace, PassTrace, StageTimings
-from scripts.demo import InterleavedPolicy, describe
+from scripts.demo import InterleavedPolicy, conclude, describe
 from tests.standins.environments import CountingEnvironment, EchoPolicy
 
 
@@ -57,7 +57,9 @@ def test_a_ratio_is_one_of_sums_over_the_same_frames_with_its_interval() -> None
     text = describe(found)
     assert "| plain  |         40.0 |   7.00 | all answers |" in text
     assert "| fast   |         30.0 |   3.00 | all answers |" in text
-    assert "fast answers 1.33 times as fast as plain (95%: " in text
+    said = conclude(found)
+    assert said.startswith("- fast answers 1.33 times as fast as plain (95%: ")
+    assert said.endswith("As plain: all answers.\n")
 
 
 def test_actions_that_differ_are_counted_with_the_largest_difference() -> None:
@@ -74,7 +76,7 @@ def test_answers_are_the_same_where_their_texts_are() -> None:
 
 def test_no_ratio_is_told_on_a_busy_machine_or_of_few_episodes() -> None:
     found = episodes(plain=chunk(0.0, 7, 40.0), fast=chunk(0.0, 3, 20.0))
-    text = describe(found, ["the machine was busy"])
-    assert "No speed-up of fast over plain is told: the machine was busy." in text
-    assert "20.0" not in text
-    assert "times of 2 episodes, 5 are needed" in describe(found[:2])
+    busy = ["the machine was busy"]
+    assert "No speed-up of fast over plain is told: the machine was busy." in conclude(found, busy)
+    assert "20.0" not in describe(found, busy)
+    assert "times of 2 episodes, 5 are needed" in conclude(found[:2])
