@@ -17,7 +17,7 @@ WORKERS ?= 3
 EXTRAS := server,models,quantization,training,dev
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_FLAGS)
+PIP = $(BIN)/python -m pip --disable-pip-version-check install $(PIP_FLAGS)
 PINS := --constraint requirements/ci.txt
 # Empty files that say an installation is complete, and newer than what it was made from.
 MADE := $(VENV)/.made
@@ -63,6 +63,8 @@ test-all: $(INSTALLED) $(SIMULATOR)
 test-gpu: $(INSTALLED)
 	$(BIN)/pytest -m gpu $(PYTEST_FLAGS)
 
+# An import compiles what it needs; compiling all that is installed takes most of a minute.
+demo: PIP_FLAGS += --no-compile
 demo: $(INSTALLED) $(LIBERO)
 	@$(BIN)/python -m scripts.demo
 

@@ -43,7 +43,7 @@ FOLDER = Path("results/demo")
 METHODS = ("autoregressive", "lossless", "deft")
 FILMED = THINKING = ("autoregressive", "lossless")
 SUITE, TRIAL = "libero_object", 40  # trials from 40 were never trained on
-STEPS, THINKING_STEPS = 30, 10  # of an episode while methods are compared
+STEPS, THINKING_STEPS = 20, 6  # of an episode while methods are compared
 FILMED_STEPS = 200  # at most: an episode that succeeds has fewer
 MOST_LOAD = 1.2  # a core, the demonstration itself included: with more, others were at work
 
