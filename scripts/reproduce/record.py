@@ -32,7 +32,7 @@ from deft_policies.base import ActRequest
 from deft_policies.benchmark.replay import Contender, Replay, ReplayFrame, replay
 from deft_policies.commands.parse import load_by_words
 from deft_policies.decoding import kinds
-from deft_policies.decoding.methods import find_method
+from deft_policies.decoding.methods import AUTOREGRESSIVE, find_method
 from deft_policies.decoding.plan import PLAIN
 from deft_policies.errors import RequestError
 from deft_policies.families.model import TokenModel
@@ -177,8 +177,8 @@ class Replays:
                     opened.append(one)
                     stack.callback(one.store.close)
             methods = [one.contender.decoding for one in opened if one.contender.decoding]
-            if folder == TIMED and any(find_method(method).is_guarded for method in methods):
-                policy.warm_up(methods)  # the guard knows from its start what plans cost
+            if folder == TIMED and any(method != AUTOREGRESSIVE for method in methods):
+                policy.warm_up(methods)  # as a server measures plans and widths at its start
             for key, seen in tqdm(frames.episodes(), unit="episode", desc=folder):
                 missing = [one for one in opened if not one.has(key)]
                 asked = [ReplayFrame(one, str(key)) for one in seen]

@@ -1,4 +1,4 @@
-"""docs/security.md lists limits as it is."""
+"""docs/security.md lists limits as they are."""
 
 import re
 from pathlib import Path
