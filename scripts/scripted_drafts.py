@@ -51,7 +51,7 @@ class Script:
     goes_on: bool = True  # whether chains also draft behind the prefill
     chances: tuple[float, ...] = ()  # of tokens 2 to 7 on the head's path; empty: no head
     loop: Loop = Loop.LEAN
-    chain: int | None = None  # levels of the one branch that a pass verifies; None: a whole tree
+    chain: int | None = None  # levels of a head that grows one branch; None: a whole tree
 
     @staticmethod
     def of_head(name: str, right: float, chain: int | None = None) -> "Script":

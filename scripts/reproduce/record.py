@@ -215,7 +215,7 @@ class Replays:
 def _script(row: Row) -> Script:
     """How often the drafts of a row are right."""
     if row.without_head:
-        return Script(row.slug, row.acceptance or 0.0, num_chains=1, chain=row.levels)
+        return Script(row.slug, row.acceptance or 0.0, num_chains=1)
     if row.acceptance is not None:
         return Script.of_head(row.slug, row.acceptance, chain=row.levels)
     return Script.like(row.slug, find_method(row.like), measured_chances(row.like))

@@ -37,7 +37,7 @@ class Row:
 
     With `values` it stands for a row each, with the value in the place of {} in name and method.
     With `acceptance`, drafts are scripted: each stands with this chance, in chains of `levels` from
-    a draft head. `without_head` drafting is free, as it is from the last answer.
+    a draft head; `without_head` the whole answer is drafted for nothing, as the last one is.
     With `like` they are scripted to stand as often as that method's did in the committed lines.
     With `loop` transformers decodes, by that loop of `BaselineLoop`.
     """

@@ -12,6 +12,7 @@ from deft_client.image_chain import ImageChain
 from deft_client.measures.speculation import Speculation
 from deft_client.measures.statistics import percentiles
 from deft_client.types import DecodeTrace, Observation
+from deft_policies.base import ActRequest
 from deft_policies.benchmark.replay import Contender, ReplayFrame, replay
 from deft_policies.benchmark.summary import Decoding, Speed
 from deft_policies.benchmark.tables import Report
@@ -19,7 +20,7 @@ from deft_policies.families.openvla import OpenVLA, VlaTarget
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.image import ImageProcessor
-from deft_policies.model.random_weights import word_ids
+from deft_policies.model.random_weights import unit_statistics, word_ids
 from deft_policies.model.sizes import TokenRange
 from scripts.bench import gpu as bench_gpu
 from scripts.bench.decoding import scripted
@@ -30,14 +31,14 @@ from tests import golden
 from tests.tiny_openvla import CPU, tiny_model
 
 
-def make_policy() -> VlaPolicy:
-    """Answers with action tokens alone, as a trained model does."""
+def make_policy(num_tokens: int = 7) -> VlaPolicy:
+    """Answers with so many tokens, action tokens alone, as a trained model does."""
     model = tiny_model()
     ours = OpenVLA(
         VlaTarget(model, action_rows_only=True),
         partial(word_ids, 64),
         ImageProcessor(model.config.image, ImageChain.NONE),
-        model.config.statistics,
+        {"made-up": unit_statistics(num_tokens)},
     )
     return VlaPolicy(ours, ModelOptions(decoding="autoregressive"))
 
@@ -156,3 +157,13 @@ def test_verdicts_compare_each_row_with_its_goal() -> None:
     assert "PASS  batch 8: 4.64x, at least 4x" in lines
     assert "PASS  transformers: 4.48x, at least 4x" in lines
     assert sum(line.startswith("not measured") for line in lines) == 6
+
+
+def test_drafts_reach_to_the_end_of_an_answer_of_any_length() -> None:
+    policy, frames = make_policy(20), make_frames(1)
+    answers = find_answers(policy, frames)
+    script = Script("all right", 1.0, num_chains=1)
+    answer = ScriptedPolicy(policy, script, answers).act([ActRequest(frames[0].observation)])[0]
+    assert answer.chunk.trace is not None
+    assert answer.chunk.trace.tokens == answers[id(frames[0].observation)]
+    assert answer.chunk.trace.num_passes == 1
