@@ -14,7 +14,7 @@ from deft_policies.decoding.target import Target
 
 
 class MiddleSource(DraftSource):
-    """Reads only how long an action is; its kind is the name of the entry point."""
+    """Needs past actions for their shape alone."""
 
     kind = "middle"
     needs = frozenset({MEMORY})
@@ -24,6 +24,5 @@ class MiddleSource(DraftSource):
         self.middle = (target.action_tokens.first + target.action_tokens.last) // 2
 
     def draft(self, batch: Batch, limits: DraftLimits) -> Chains:
-        """Name one action; `remaining_tokens` drops what of it is committed."""
         tokens = torch.full_like(batch.past[:, -1:], self.middle)
         return remaining_tokens(batch, tokens, torch.ones_like(tokens, dtype=torch.bool), limits)

@@ -1,8 +1,9 @@
 """Demonstrations on disk: one checksummed file per episode, readable with numpy and Pillow alone.
 
-A file is an uncompressed npz (scripts/tiny_libero/README.md lists the members). Actions are
-in the training data's dialect: six numbers as the simulator takes them, then the gripper, 1 open
-and 0 close, so that `conventions.to_robosuite` gives back what was executed.
+A file is an uncompressed npz. Its members are the arrays of `Demonstration`, `frames` (the files
+one after the other) and `frame_ends` (where each ends), and `header` (JSON, with a sha256 of the
+others). Actions are in the training data's dialect: six numbers as the simulator takes them, then
+the gripper, 1 open and 0 close, so that `conventions.to_robosuite` gives back what was executed.
 """
 
 import hashlib

@@ -18,7 +18,7 @@ from deft_policies.decoding.acceptance.rule import ScoredTree
 from deft_policies.decoding.batch import Pass
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import Loop, TieBreak
-from deft_policies.decoding.plugins import accept
+from deft_policies.decoding.plugins import ask_rule
 from deft_policies.decoding.sampling import (
     ANSWER,
     COIN,
@@ -76,7 +76,7 @@ def judge_on_host(
     stop: Tensor | None,
     steps: int,
 ) -> Pass:
-    """The same for exact match, node by node in integers: quicker where the host has the tensors.
+    """As `judge`, for exact methods: node by node in integers, quicker where the host has them.
 
     `answers` [row] says whose the predictions are, `room` [row] how deep a guess may lie.
     """
@@ -114,7 +114,7 @@ def _find_path(method: Method, scored: ScoredTree, keys: Tensor, steps: int) -> 
     counts = tree.depths() <= scored.deepest.unsqueeze(1)
     if scored.stop is not None:
         counts = counts & scored.whole_paths(tree.tokens != scored.stop[:, None])
-    accepted = accept(rule, scored) & counts
+    accepted = ask_rule(rule, scored) & counts
     return _longest(scored, accepted, rule.is_exact, method.tie_break, steps)
 
 
@@ -134,7 +134,7 @@ def _longest_then_cut(scored: ScoredTree, method: Method, steps: int) -> Accepte
 
     So a long path may win by guesses beyond the end, before another that is better up to there.
     """
-    accepted = accept(method.rule, scored)
+    accepted = ask_rule(method.rule, scored)
     path, num, _, target_tokens = _longest(scored, accepted, False, method.tie_break, steps)
     kept = torch.minimum(num, scored.deepest.clamp(min=0))
     return path, kept, target_tokens.gather(1, kept[:, None]).squeeze(1), target_tokens

@@ -65,7 +65,7 @@ def load_rule(found: EntryPoint) -> AcceptanceRule:
         return rule
 
 
-def accept(rule: AcceptanceRule, scored: ScoredTree) -> Tensor:
+def ask_rule(rule: AcceptanceRule, scored: ScoredTree) -> Tensor:
     """What a rule answers, [row, node]. An error in a rule of a package names the plugin."""
     theirs = find_plugins(RULES).values()
     found = next((one for one in theirs if one.module == type(rule).__module__), None)

@@ -20,10 +20,11 @@ from websockets.sync.client import connect
 from deft_client.commands.methods import read_method, tomllib, with_knobs
 from deft_client.errors import UsageError
 from deft_policies.base import Verdict
+from deft_policies.decoding.drafts import DraftSource
 from deft_policies.decoding.kinds import source_kinds
 from deft_policies.decoding.methods import find_method, method_names
 from deft_policies.decoding.plan import Loop, TreeShape
-from deft_policies.decoding.plugins import accept, broken_plugins, find_plugins, load_rule
+from deft_policies.decoding.plugins import ask_rule, broken_plugins, find_plugins, load_rule
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.errors import PolicyError, RequestError
 from deft_policies.families.loading import examine, load_policy
@@ -155,10 +156,20 @@ def test_the_page_shows_the_rule_that_the_package_holds() -> None:
 
 
 def test_the_page_shows_the_source_that_the_package_holds() -> None:
-    shown = (ROOT / "docs" / "plugins.md").read_text().split('"no motion at all", complete:')[1]
-    code = shown.split("```python\n")[1].split("```")[0]
+    page = (ROOT / "docs" / "plugins.md").read_text()
+    code = page.split("## A source")[1].split("```python\n")[1].split("```")[0]
     assert code.rstrip() in (PLUGINS / "middle_source.py").read_text()
     assert "def draft(" in code
+
+
+def test_the_page_names_all_that_a_source_defines() -> None:
+    page = (ROOT / "docs" / "plugins.md").read_text()
+    table = page.split("| of a [`DraftSource`]")[1].split("\n\n")[0]
+    named = set(re.findall(r"^\| `(\w+)", table, flags=re.MULTILINE))
+    defined = {
+        name for name in (*vars(DraftSource), *DraftSource.__annotations__) if name[0] != "_"
+    }
+    assert named == defined - {"grow"}  # a helper of the sources that ship
 
 
 def test_the_code_of_the_page_compares_a_source_with_plain_decoding(installed: Path) -> None:
@@ -259,7 +270,7 @@ def test_a_rule_that_fails_while_it_runs_is_named(place: Path) -> None:
     add_rule(place, "scored.is_equal if scored.context.num_steps[0] == 0 else 1 / 0")
     rule, scored = find_method("mass").rule, random_scored(0)
     with pytest.raises(PolicyError, match=r"plugin mass-robot .*ZeroDivisionError"):
-        accept(rule, scored)
+        ask_rule(rule, scored)
 
 
 SOURCE = """
