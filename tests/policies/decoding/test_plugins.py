@@ -164,12 +164,10 @@ def test_the_page_shows_the_source_that_the_package_holds() -> None:
 
 def test_the_page_names_all_that_a_source_defines() -> None:
     page = (ROOT / "docs" / "plugins.md").read_text()
-    table = page.split("| of a [`DraftSource`]")[1].split("\n\n")[0]
-    named = set(re.findall(r"^\| `(\w+)", table, flags=re.MULTILINE))
-    defined = {
-        name for name in (*vars(DraftSource), *DraftSource.__annotations__) if name[0] != "_"
-    }
-    assert named == defined - {"grow"}  # a helper of the sources that ship
+    section = page.split("## A source")[1].split("## A rule")[0]
+    named = set(re.findall(r"^- `(\w+)", section, flags=re.MULTILINE))
+    defined = {*vars(DraftSource), *DraftSource.__annotations__} - {"grow"}  # a helper of ours
+    assert named == {name for name in defined if not name.startswith("_")}
 
 
 def test_the_code_of_the_page_compares_a_source_with_plain_decoding(installed: Path) -> None:
