@@ -104,6 +104,7 @@ def judge_on_host(
 
 
 def _find_path(method: Method, scored: ScoredTree, keys: Tensor, steps: int) -> Accepted:
+    """The path to commit: by the ratio test, in Spec-VLA's own loop, by equality or by the rule."""
     tree, rule = scored.tree, method.rule
     if method.temperature > 0.0 and tree.odds is not None:
         return _ratio_test(scored, tree.odds, keys, method.temperature, steps)
