@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from deft_client import ClientSettings, PolicyClient
+from deft_client import ClientSettings, PolicyClient, StreamClient
 from deft_client.errors import WrongServerError
 from deft_client.settings import Retries, TlsFiles
 
@@ -50,6 +50,16 @@ def url(certificate):
         yield f"https://127.0.0.1:{server.server_port}"
         server.shutdown()
         thread.join()
+
+
+@pytest.mark.parametrize("client", [PolicyClient, StreamClient])
+def test_a_client_without_tls_reads_no_certificates(client, monkeypatch):
+    def refuse(*given, **named):
+        raise AssertionError("certificates were read")
+
+    monkeypatch.setattr(ssl, "create_default_context", refuse)
+    with client("http://127.0.0.1:9"):
+        pass
 
 
 @pytest.mark.skipif(OPENSSL is None, reason="makes its certificate with openssl")
