@@ -37,6 +37,8 @@ ENVIRONMENT = {
     # sent again. Ray would wait for 25 ms to 0.5 s with that.
     "RAY_SERVE_ROUTER_RETRY_INITIAL_BACKOFF_S": "0.001",
     "RAY_SERVE_ROUTER_RETRY_MAX_BACKOFF_S": "0.01",
+    # Ray runs its workers at a niceness of 15: beside anything else a replica would starve.
+    "RAY_worker_niceness": "0",
 }
 
 logger = logging.getLogger(__name__)

@@ -58,6 +58,7 @@ def test_a_killed_replica_changes_no_answer_and_comes_back() -> None:
     with local_server(*FLAGS) as url:
         _wait_until(lambda: "\ndeft_replicas 2.0\n" in httpx.get(f"{url}/metrics").text)
         killed, kept = _replicas()
+        assert kept.nice() == psutil.Process().nice()
         undisturbed = _walk(url, "quiet")
         assert _walk(url, "rough", killed.kill) == undisturbed
         _wait_until(lambda: len(_replicas()) == 2 and killed not in _replicas())
