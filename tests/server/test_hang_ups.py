@@ -34,7 +34,7 @@ Act = Callable[[Observation], NDArray[np.float64]]
 
 @contextmanager
 def served(log: Path) -> Iterator[str]:
-    """`deft serve` with a tiny checkpoint, whose short answers many hang-ups meet; yields its URL."""
+    """`deft serve` with a tiny checkpoint, whose answers many hang-ups meet; yields its URL."""
     code = "from deft_server.__main__ import main; raise SystemExit(main())"
     paths = os.pathsep.join(str(ROOT / name) for name in ("client", "policies", "server"))
     with log.open("w") as stderr:
