@@ -127,6 +127,8 @@ class Admission:
 
         Only what its own flow has shown lately speaks against it.
         """
+        if not frame.has_deadline:
+            return True
         return start_s + self.prices.proven(frame.alike, now_s) < frame.deadline_s
 
     def is_late(self, frame: Request, slowdown: float, now_s: float) -> bool:

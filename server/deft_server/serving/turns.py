@@ -1,7 +1,7 @@
 """Whose frame goes first: owners take turns, and so do the flows of an owner."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from deft_server.serving.request import Request
 
@@ -97,11 +97,13 @@ class TurnOrder:
         """Whether a frame's deadline is near, or it has waited as long as one without should."""
         return frame.due_s <= (now_s + self._patience_s if frame.has_deadline else now_s)
 
-    def in_order(self, frames: Iterable[Request], now_s: float) -> list[Request]:
+    def in_order(self, frames: Collection[Request], now_s: float) -> list[Request]:
         """Return frames, who goes first first: by turns of the owners.
 
         Among those of one owner, urgent ones come first, by turns of the flows.
         """
+        if len(frames) < 2:
+            return list(frames)
         by_due = sorted(frames, key=lambda one: one.due_s)
         count: Counter[str] = Counter()
         ranks = {}

@@ -98,7 +98,7 @@ def test_memory_is_of_what_is_served_and_not_of_what_callers_name() -> None:
     """Every method that a caller makes up may get caches of its own; few of them are kept."""
     engine = Engine(Target(decoder(), ACTIONS), DraftModels(small_model=Target(decoder(), ACTIONS)))
     before = num_caches()
-    for share in range(1, 60):
+    for share in range(1, 30):
         rows = [row_of(f"small-model:patch_share={share / 1000 + i / 10}", 7, i) for i in range(3)]
         with torch.inference_mode():
             engine.start(side_by_side([prompt(3, 1)] * 3), rows)
