@@ -99,11 +99,7 @@ class Models:
     dtype: torch.dtype
 
     def engine(self) -> Engine:
-        return Engine(self.target, self.drafting)
-
-    @cached_property
-    def target(self) -> Target:
-        return Target(self.decoder, ACTIONS)
+        return Engine(Target(self.decoder, ACTIONS), self.drafting)
 
     @cached_property
     def decoder(self) -> LlamaDecoder:
@@ -225,12 +221,12 @@ class Traffic:
         return self.ended
 
 
-def check(plays: Sequence[int], precision: str, num_messages: int = 6) -> None:
+def check(plays: Sequence[int], precision: str) -> None:
     """Compare every answer of some plays with the same request alone."""
     seen: Counter[str] = Counter()
     models = FORMATS[precision]
     for seed in plays:
-        for request, answer in Traffic(seed, models).play(num_messages):
+        for request, answer in Traffic(seed, models).play():
             twin = models.alone(request)
             seen["answers"] += 1
             if precision == "float32" and answer.is_near(twin):
@@ -260,4 +256,4 @@ def test_an_empty_slot_keeps_nothing_of_a_wider_pass() -> None:
 def test_every_answer_is_that_of_its_request_alone_in_much_traffic(
     first: int, precision: str
 ) -> None:
-    check(range(first, first + 100), precision, num_messages=4)
+    check(range(first, first + 100), precision)
