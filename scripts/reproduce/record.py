@@ -170,6 +170,9 @@ class Replays:
         self, policy: VlaPolicy, rows: list[Row], frames: FrameSet, folder: str
     ) -> None:
         """Rows of one policy, in turn at every frame of every episode that they lack."""
+        is_captured = policy.model.runner.reserve is not None
+        if is_captured:  # before anything is answered without
+            policy.warm_up([row.method for row in rows if row.is_method])
         with ExitStack() as stack:
             opened = []
             for row in rows:
@@ -177,7 +180,8 @@ class Replays:
                     opened.append(one)
                     stack.callback(one.store.close)
             methods = [one.contender.decoding for one in opened if one.contender.decoding]
-            if folder == TIMED and any(method != AUTOREGRESSIVE for method in methods):
+            drafts = any(method != AUTOREGRESSIVE for method in methods)
+            if folder == TIMED and drafts and not is_captured:
                 policy.warm_up(methods)  # as a server measures plans and widths at its start
             for key, seen in tqdm(frames.episodes(), unit="episode", desc=folder):
                 missing = [one for one in opened if not one.has(key)]
@@ -198,6 +202,7 @@ class Replays:
                 self._known.update(find_answers(policy, [ReplayFrame(first, "")]))
                 script = _script(row)
                 scripted = ScriptedPolicy(policy, script, self._known)
+                scripted.warm_up()
                 contender = Contender(row.slug, scripted, want_reasoning=thinks)
             if row.loop:
                 theirs = find_baseline(policy, row.loop)

@@ -123,8 +123,7 @@ def bench(
             contenders = [replace(one, want_reasoning=thinks) for one in contenders]
             beside, baseline = find_others(given, policy, frames)
             contenders += beside
-            if policy.model.runner.reserve is None:  # else steps are recorded as they come up
-                policy.warm_up(methods)  # a server's guard knows from its start what plans cost
+            policy.warm_up(methods)  # a server knows from its start what plans cost
             report = measure(
                 policy, contenders, frames, given.warm_ups, baseline, has_audit=given.audit
             )

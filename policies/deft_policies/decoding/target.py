@@ -128,14 +128,12 @@ class Target:
 
     def describe_equality(self) -> str:
         """How far plain decoding computes the same numbers for a token as passes over drafts."""
-        if self.device.type != "cpu":
-            return "as plain decoding's but for near ties; never compared on a GPU"
         if self._passes.rows is None:
             return "as plain decoding's but for near ties"
         if self._passes.rows.problem:
             return f"as plain decoding's but for near ties: {self._passes.rows.problem} here"
-        threads = torch.get_num_threads()
-        return f"bit-equal to plain decoding's: this machine was asked, with {threads} thread(s)"
+        where = f", with {torch.get_num_threads()} thread(s)" if self.device.type == "cpu" else ""
+        return f"bit-equal to plain decoding's: this machine was asked{where}"
 
     def new_cache(self) -> KVCache:
         """Memory for rows of its own."""
@@ -153,11 +151,11 @@ class Target:
         flat = hidden.flatten(0, -2)
         num_rows = len(flat)
         flat = self._passes.padded(flat)
+        head = self._passes.head
         if len(wanted) == self.num_tokens:
-            found = self._passes.head.apply(flat)
+            found = head.apply(flat)
         else:
-            rows = slice(wanted.first, wanted.last + 1)
-            found = functional.linear(flat, self.decoder.head.weight[rows])
+            found = head.apply_some(flat, slice(wanted.first, wanted.last + 1))
         return found[:num_rows].float().view(*hidden.shape[:-1], -1)
 
     def record(self, cache: KVCache, widest: int) -> None:

@@ -18,17 +18,19 @@ plain decoding computes, and answers differ. Two rules prevent that:
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+if TYPE_CHECKING:
+    from deft_policies.model.kernels.launch import FusedKernels
+
 Product = Callable[[Tensor], Tensor]
 
 _LARGE = 2**22  # numbers of a matrix; larger ones are not copied, and tried with fewer rows
 _HALF_STEP = 2.0**-25  # float16 holds what it does not hold exactly to this at least, near zero
-_MULTIPLES = (4, 8, 16, 32)
-_BLOCK = 64
 _AMONG = (4, 8, 12, 16, 24, 32, 52, 64, 84, 116, 160, 320)  # numbers of rows that are compared
 _AMONG_OF_LARGE = (8, 64, 320)  # the same for matrices whose products take long
 _ALONE = (0, 1, 3, 6, 11, 15, 30, 51, 63, 115, 319)  # rows that are also multiplied by themselves
@@ -54,12 +56,18 @@ def pack(weight: Tensor, bias: Tensor | None = None, activation: str = "none") -
     return None
 
 
+def can_fuse(weight: Tensor) -> bool:
+    """Whether the fused product takes a weight; PyTorch's own is faster in float32."""
+    return weight.element_size() == 2 and weight.is_contiguous()
+
+
 class PackableLinear(nn.Linear):
     """A linear layer, perhaps with GELU behind it, that inference may pack in bfloat16."""
 
     def __init__(self, num_in: int, num_out: int, has_gelu: bool = False) -> None:
         super().__init__(num_in, num_out)
         self.has_gelu = has_gelu
+        self.kernels: FusedKernels | None = None  # what multiplies in bfloat16 on a GPU
         self._packed: Packed | None = None
 
     def pack(self) -> None:
@@ -72,7 +80,11 @@ class PackableLinear(nn.Linear):
         """Multiply [..., in] and add the bias."""
         if self._packed is not None and inputs.dtype == torch.bfloat16:
             return self._packed.product(inputs)
-        found = super().forward(inputs)
+        if self.kernels is not None and can_fuse(self.weight):
+            rows = self.kernels.product(inputs.flatten(0, -2), self.weight, self.bias)
+            found = rows.view(*inputs.shape[:-1], -1)
+        else:
+            found = super().forward(inputs)
         return functional.gelu(found) if self.has_gelu else found
 
 
@@ -133,7 +145,7 @@ def _works(packs: Callable[[Tensor], Product]) -> bool:
 class Rows:
     """How many rows a product gets, so that each has the bits that it has alone."""
 
-    multiple: int = _MULTIPLES[0]
+    multiple: int = 1
     in_blocks: bool = False  # every product has exactly so many rows
     problem: str = ""  # what differs all the same
 
@@ -149,6 +161,10 @@ class Rows:
         return torch.cat([product(block) for block in torch.split(rows, self.multiple)])
 
 
+_ON_A_CPU = (Rows(4), Rows(8), Rows(16), Rows(32), Rows(64, in_blocks=True))
+_ON_A_GPU = (Rows(),)
+
+
 def can_be_batch_invariant(weight: Tensor) -> bool:
     """Whether passes over weights like this one can be.
 
@@ -157,24 +173,32 @@ def can_be_batch_invariant(weight: Tensor) -> bool:
     return weight.device.type == "cpu" and weight.dtype == torch.bfloat16
 
 
-def find_rows(products: Sequence[tuple[int, int, Product]]) -> Rows:
-    """The fewest rows that this machine computes alike. `products` come with widths in and out."""
+def find_rows(products: Sequence[tuple[int, int, Product]], like: Tensor | None = None) -> Rows:
+    """The fewest rows that this machine computes alike. `products` come with widths in and out.
+
+    Rows are in the format of `like` and on its device, without one in bfloat16 on a CPU. On a GPU
+    no rows are added.
+    """
+    is_on_gpu = like is not None and like.device.type != "cpu"
     differing: list[str] = []
-    for rows in (*map(Rows, _MULTIPLES), Rows(_BLOCK, in_blocks=True)):
+    for rows in _ON_A_GPU if is_on_gpu else _ON_A_CPU:
         differing = [
             f"{num_in} to {num_out}"
             for num_in, num_out, product in products
-            if not _are_alike(rows, num_in, num_out, product)
+            if not _are_alike(rows, num_in, num_out, product, like)
         ]
         if not differing:
             return rows
     return Rows(problem=f"products of {', '.join(differing)} differ with the number of rows")
 
 
-def _are_alike(rows: Rows, num_in: int, num_out: int, product: Product) -> bool:
+def _are_alike(
+    rows: Rows, num_in: int, num_out: int, product: Product, like: Tensor | None
+) -> bool:
     among = _AMONG if num_in * num_out <= _LARGE else _AMONG_OF_LARGE
     generator = torch.Generator().manual_seed(0)
     given = torch.randn(among[-1], num_in, generator=generator).bfloat16()
+    given = given if like is None else given.to(like)
     alone = {one: rows.multiply(product, rows.pad(given[one : one + 1]))[0] for one in _ALONE}
     for count in among:
         found = rows.multiply(product, rows.pad(given[:count]))

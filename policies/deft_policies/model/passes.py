@@ -5,14 +5,14 @@ views made anew in every layer, separate additions. Weights are looked up once, 
 not be replaced afterwards.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from deft_policies.model.cpu_products import Rows, can_be_batch_invariant, find_rows, pack
+from deft_policies.model.cpu_products import Rows, can_be_batch_invariant, can_fuse, find_rows, pack
 from deft_policies.model.kv_cache import CacheWindow
 from deft_policies.model.llama import Attention, Layer, LlamaDecoder, RMSNorm, added_mask
 from deft_policies.model.quantization import Fp8Linear, Fp8Rows
@@ -20,13 +20,12 @@ from deft_policies.model.quantization import Fp8Linear, Fp8Rows
 if TYPE_CHECKING:
     from deft_policies.model.kernels.launch import FusedKernels
 
-_MOST_QUERIES = 64  # tokens of a row whose attention is split: more fill a device by themselves
-
 
 class LlamaPasses:
     """Runs passes of a decoder whose weights do not change any more.
 
-    What `packs` cannot be recorded: see `Projection`. In bfloat16 it is batch-invariant, too.
+    What `packs` cannot be recorded: see `Projection`. In bfloat16 it is batch-invariant, too, as
+    passes with fused kernels are.
     """
 
     def __init__(self, decoder: LlamaDecoder, packs: bool = False) -> None:
@@ -36,9 +35,9 @@ class LlamaPasses:
         self._layers = [_LayerWeights(layer, kernels, packs) for layer in decoder.layers]
         self._norm = _Norm(decoder.norm, kernels)
         is_invariant = packs and can_be_batch_invariant(decoder.embedding.weight)
-        self.head = Projection(decoder.head, packs=is_invariant)
+        self.head = Projection(decoder.head, kernels, packs=is_invariant)
         # None: products get the rows that there are.
-        self.rows = self._find_rows(decoder) if is_invariant else None
+        self.rows = self._find_rows(decoder) if is_invariant or self.head.is_fused else None
         if self.rows is not None and self.rows.in_blocks:
             for one in (self.head, *(one for layer in self._layers for one in layer.projections)):
                 one.rows = self.rows
@@ -92,7 +91,8 @@ class LlamaPasses:
                 (sizes.width, 2 * sizes.mlp_width, layer.gate_up.apply),
                 (sizes.mlp_width, sizes.width, layer.down.apply),
                 (sizes.width, decoder.head.out_features, self.head.apply),
-            )
+            ),
+            like=decoder.embedding.weight,
         )
 
     def _attention(
@@ -104,17 +104,23 @@ class LlamaPasses:
         is_causal: bool,
     ) -> Attention:
         sizes, kernels = self._sizes, self._kernels
-        if mask is not None:
-            mask = added_mask(mask, embeds.dtype if self.rows is None else torch.float64)
         cos, sin = self._rotary(positions, embeds)
+        if kernels is not None and window is not None:
+            seen = _seen(embeds.shape[1], window, mask, is_causal)
+            ends = (seen * torch.arange(1, seen.shape[3] + 1, device=seen.device)).amax(3)
+            mask = added_mask(seen, torch.float32)
+            return _FusedAttention(
+                sizes, cos, sin, mask=mask, ends=ends[:, 0], window=window, kernels=kernels
+            )
+        rows = self.rows if kernels is None else None
+        if mask is not None:
+            mask = added_mask(mask, embeds.dtype if rows is None else torch.float64)
         shared = (sizes, cos, sin, mask, is_causal)
-        if self.rows is not None:
+        if rows is not None:
             num_tokens = embeds.shape[0] * embeds.shape[1]
             mixed = self.padded(embeds.new_zeros(num_tokens, sizes.num_heads * sizes.head_dim))
-            return _InvariantAttention(*shared, window, rows=self.rows, mixed=mixed)
-        if kernels is None or window is None:
-            return Attention(*shared, window)
-        return _FusedAttention(*shared, window=window, kernels=kernels)
+            return _InvariantAttention(*shared, window, rows=rows, mixed=mixed)
+        return Attention(*shared, window)
 
     def _open(self, gate_up: Tensor, reader: "Projection") -> "Tensor | Fp8Rows":
         """silu(gate) * up."""
@@ -141,6 +147,7 @@ class Projection:
         always, and added afterwards, so that rows can be computed alike.
         """
         self.rows: Rows | None = None  # None: products get the rows that there are
+        self._fused: FusedKernels | None = None  # what multiplies
         self._fp8 = linear if isinstance(linear, Fp8Linear) else None
         self._quantise = Fp8Rows.of if kernels is None else kernels.quantise_rows
         if self._fp8 is not None:
@@ -152,11 +159,17 @@ class Projection:
         self._turned = linear.weight.detach().t() if is_plain else None
         self._packed = pack(linear.weight.detach()) if packs and is_plain else None
         self._adds_later = packs and can_be_batch_invariant(linear.weight)
+        self._fused = kernels if is_plain and can_fuse(linear.weight) else None
 
     @property
     def is_fp8(self) -> bool:
         """Whether it is best given rows in fp8."""
         return self._fp8 is not None
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether a fused kernel multiplies."""
+        return self._fused is not None
 
     def apply(self, inputs: Tensor | Fp8Rows) -> Tensor:
         """Multiply [token, in]."""
@@ -168,7 +181,15 @@ class Projection:
             return self.rows.multiply(self._multiply, inputs)
         return self._multiply(inputs)
 
+    def apply_some(self, inputs: Tensor, rows: slice) -> Tensor:
+        """Multiply [token, in] by some rows of a weight that is as it was."""
+        if self._fused is not None:
+            return self._fused.product(inputs, self._weight[rows])
+        return functional.linear(inputs, self._weight[rows])
+
     def _multiply(self, inputs: Tensor) -> Tensor:
+        if self._fused is not None:
+            return self._fused.product(inputs, self._weight, self._bias)
         if self._packed is not None and inputs.shape[0] >= self._packed.least_rows:
             found = self._packed.product(inputs)
         elif self._turned is None:
@@ -184,6 +205,9 @@ class Projection:
         """
         if isinstance(inputs, Fp8Rows) or self._fp8 is not None or self._turned is None:
             return self.apply(inputs)
+        if self._fused is not None:
+            self._fused.product(inputs, self._weight, residual=residual)
+            return None
         if self._adds_later or (
             self._packed is not None and inputs.shape[0] >= self._packed.least_rows
         ):
@@ -270,27 +294,34 @@ class _InvariantAttention(Attention):
 
 @dataclass(frozen=True)
 class _FusedAttention(Attention):
-    """The same in fewer launches: one to rotate and append, two to look where queries are few."""
+    """The same in three launches, which have a mask always: one rotates and appends, two look."""
 
+    mask: Tensor = field(kw_only=True)
+    ends: Tensor = field(kw_only=True)  # [row, token]: no slot is seen from there on
     window: CacheWindow = field(kw_only=True)
     kernels: "FusedKernels" = field(kw_only=True)
 
     def mix(self, layer: int, fused: Tensor) -> Tensor:
-        """Split the slots among programs, unless there are queries enough to fill the device."""
-        num_tokens = self.cos.shape[1]
-        if self.mask is None or self.kept is not None or num_tokens > _MOST_QUERIES:
-            return super().mix(layer, fused)
-        self._append(layer, fused)
-        return self.kernels.attend(fused, self.window.layers[layer], self.mask, self.sizes)
-
-    def append(self, layer: int, split: Tensor) -> tuple[Tensor, Tensor]:
-        """In one launch."""
-        self._append(layer, split.view(-1, split.shape[2] * split.shape[3]))
-        return self.window.keys[layer], self.window.values[layer]
-
-    def _append(self, layer: int, fused: Tensor) -> None:
+        """Slots are split among programs where queries are few."""
         assert self.window.slots is not None
         head_dim = self.sizes.head_dim
         rotation = (self.cos.reshape(-1, head_dim), self.sin.reshape(-1, head_dim))
         cache = self.window.targets[layer]  # all rows: slots are counted from the first
         self.kernels.rotate_append(fused, rotation, cache, self.window.slots, self.sizes)
+        cache = self.window.layers[layer]
+        return self.kernels.attend(self.keep(fused), cache, self.mask, self.ends, self.sizes)
+
+    def of_rows_out(self, rows_out: Tensor) -> Attention:
+        """The same, with their ends."""
+        found = super().of_rows_out(rows_out)
+        assert isinstance(found, _FusedAttention)
+        return replace(found, ends=self.ends.gather(1, rows_out))
+
+
+def _seen(num_tokens: int, window: CacheWindow, mask: Tensor | None, is_causal: bool) -> Tensor:
+    """[row, 1, token, slot]: what each token of a pass sees."""
+    num_rows, _, read = window.keys[0].shape[:3]
+    if mask is None:
+        mask = torch.ones(num_tokens, read, dtype=torch.bool, device=window.keys[0].device)
+        mask = mask.tril() if is_causal else mask
+    return mask.expand(num_rows, 1, num_tokens, read)

@@ -125,6 +125,9 @@ class OpenVLAModel(VlaNetwork):
         for tower in self.towers:
             assert isinstance(tower, VisionTransformer)
             tower.kernels = kernels
+        for module in (*self.towers.modules(), *self.projector.modules()):
+            if isinstance(module, PackableLinear):
+                module.kernels = kernels
 
     def pack_vision(self) -> None:
         """Copy what looks at frames in bfloat16 into a layout that a CPU multiplies faster."""

@@ -6,6 +6,7 @@ that ship; every machine that runs the tests asks its own processor.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -20,6 +21,9 @@ from deft_policies.model.llama import LlamaDecoder
 from deft_policies.model.quantization import quantize_linears
 from deft_policies.model.sizes import LlamaSizes, TokenRange
 from tests.tiny_openvla import tiny_model
+
+if TYPE_CHECKING:
+    from deft_policies.model.kernels.launch import FusedKernels
 
 SIZES = LlamaSizes(
     vocabulary=448,
@@ -43,8 +47,12 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def make_target(
-    sizes: LlamaSizes = SIZES, seed: int = 0, quantization: Quantization = Quantization.NONE
+    sizes: LlamaSizes = SIZES,
+    seed: int = 0,
+    quantization: Quantization = Quantization.NONE,
+    kernels: "FusedKernels | None" = None,
 ) -> Target:
+    """With fused kernels on a GPU."""
     decoder = LlamaDecoder(sizes).requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in decoder.named_parameters():
@@ -55,6 +63,8 @@ def make_target(
     decoder.bfloat16().eval()
     for layer in decoder.layers:
         quantize_linears(layer, quantization, torch.device("cpu"))
+    if kernels is not None:
+        decoder.cuda().kernels = kernels
     return Target(decoder, TokenRange(192, 447))
 
 
@@ -63,7 +73,8 @@ def prompts_of(target: Target, lengths: list[int], seed: int = 1) -> Prompts:
     shape = (len(lengths), max(lengths), target.decoder.sizes.width)
     tokens = torch.randint(0, 192, (len(lengths),), generator=generator)
     embeds = torch.randn(shape, generator=generator).bfloat16()
-    return Prompts(embeds, torch.tensor(lengths), tokens, slice(1, 5))
+    given = (embeds, torch.tensor(lengths), tokens)
+    return Prompts(*(one.to(target.device) for one in given), slice(1, 5))
 
 
 def row_of(prompts: Prompts, row: int) -> Prompts:
@@ -85,11 +96,13 @@ def alone(target: Target, prompts: Prompts, tokens: list[int]) -> tuple[Tensor, 
     """Logits and hidden states [token] of plain decoding along these tokens, the prompt's first."""
     cache = target.new_cache()
     cache.reserve(1, prompts.embeds.shape[1] + len(tokens) + 1)
+    path, given = torch.zeros(1, 1, dtype=torch.int64), torch.tensor(tokens, dtype=torch.int64)
+    path, given = path.to(target.device), given.to(target.device)
     scores, _ = target.prefill(cache, 0, prompts, DraftTree.root_only(prompts.last_tokens))
     found = [scores]
-    for token in tokens:
-        cache.keep(torch.zeros(1, 1, dtype=torch.int64), 1, in_place=True)
-        found.append(target.score(cache, DraftTree.root_only(torch.tensor([token]))))
+    for token in given[:, None]:
+        cache.keep(path, 1, in_place=True)
+        found.append(target.score(cache, DraftTree.root_only(token)))
     logits = torch.cat([one.logits[0] for one in found])
     return logits, torch.cat([one.hidden[0] for one in found])
 
@@ -98,7 +111,8 @@ def prefilled(target: Target, prompts: Prompts, room: int) -> KVCache:
     cache = target.new_cache()
     cache.reserve(len(prompts.lengths), prompts.embeds.shape[1] + room)
     target.prefill(cache, 0, prompts, DraftTree.root_only(prompts.last_tokens))
-    cache.keep(torch.zeros(len(prompts.lengths), 1, dtype=torch.int64), 1, in_place=True)
+    path = torch.zeros(len(prompts.lengths), 1, dtype=torch.int64, device=target.device)
+    cache.keep(path, 1, in_place=True)
     return cache
 
 
@@ -118,7 +132,7 @@ def paths_of(parents: list[int]) -> list[list[int]]:
 
 
 def tree_of(tokens: Tensor, parents: list[int]) -> DraftTree:
-    given = torch.tensor(parents).expand(len(tokens), -1)
+    given = torch.tensor(parents, device=tokens.device).expand(len(tokens), -1)
     return replace(DraftTree.chain(tokens), parents=given, is_chain=False)
 
 

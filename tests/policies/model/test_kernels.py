@@ -1,7 +1,5 @@
 """Fused kernels, under Triton's interpreter, against the plain operations that they replace."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +7,7 @@ from torch.nn import functional
 
 pytest.importorskip("triton", reason="fused kernels need Triton")
 
-from deft_policies.model.kernels.launch import Arguments, Constants, FusedKernels, Grid
+from deft_policies.model.kernels import launch
 from deft_policies.model.llama import RMSNorm, rotate_
 from deft_policies.model.sizes import LlamaSizes
 from tests.triton_twins import Counted
@@ -33,6 +31,11 @@ def assert_alike(found: Tensor, expected: Tensor) -> None:
     assert found.dtype == expected.dtype
     bound = TOLERANCE[found.dtype]
     torch.testing.assert_close(found, expected, atol=bound, rtol=bound)
+
+
+def ends_of(mask: Tensor) -> Tensor:
+    """[row, node] of a mask [row, 1, node, slot] that is added."""
+    return ((mask[:, 0] == 0) * torch.arange(1, mask.shape[3] + 1)).amax(2)
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -91,28 +94,54 @@ def test_split_attention(dtype: torch.dtype, num_kv_heads: int, num_nodes: int) 
     seen = torch.rand(2, 1, num_nodes, read, generator=torch.Generator().manual_seed(2)) < 0.7
     seen[0, :, :, 70:] = False
     seen[:, :, :, 0] = True
-    mask = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, float("-inf"))
-    launch = Counted()
-    found = launch.kernels.attend(fused, cache, mask, heads)
+    mask = torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))
+    counted = Counted()
+    found = counted.kernels.attend(fused, cache, mask, ends_of(mask), heads)
     queries = fused.view(2, num_nodes, -1, 8)[:, :, :4].transpose(1, 2)
     keys_values = cache[:, :read].transpose(1, 2).repeat_interleave(4 // num_kv_heads, dim=1)
     keys, values = keys_values.chunk(2, dim=1)
-    expected = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+    expected = functional.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=mask.to(dtype)
+    )
     assert_alike(found, expected.transpose(1, 2).reshape(2 * num_nodes, -1))
-    assert launch.launched == ["attend_split", "join_splits"]
+    assert counted.launched == ["attend_split", "join_splits"]
 
 
-def test_slots_are_split_alike_for_any_number_of_rows_and_nodes() -> None:
-    """The order of a query's sums is then its own. A tensor core's order is not seen here."""
-    heads, splits = head_sizes(2), set()
+@pytest.mark.parametrize("dtype", PRODUCT_FORMATS)
+def test_attention_has_the_same_bits_however_slots_are_split_and_wherever_they_lie(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads, fused = head_sizes(2), random(20, 64, dtype=dtype)
+    cache = random(1, 200, 4, 8, dtype=dtype, seed=1)
+    mask = torch.zeros(1, 1, 20, 150).masked_fill_(torch.rand(1, 1, 20, 150) < 0.4, float("-inf"))
+    kernels = Counted().kernels
+    expected = kernels.attend(fused, cache, mask, ends_of(mask), heads)
+    order = torch.randperm(150, generator=torch.Generator().manual_seed(3))
+    moved = cache.clone()
+    moved[:, :150], moved_mask = cache[:, order], mask[..., order]
+    for most in (1, 2, 4):
+        monkeypatch.setattr(launch, "_MOST_SPLITS", most)
+        assert torch.equal(kernels.attend(fused, cache, mask, ends_of(mask), heads), expected)
+        assert torch.equal(
+            kernels.attend(fused, moved, moved_mask, ends_of(moved_mask), heads), expected
+        )
 
-    def launch(kernel: Any, grid: Grid, arguments: Arguments, constants: Constants) -> None:
-        splits.add(constants["NUM_SPLITS"])
 
-    for rows, nodes in ((1, 1), (1, 50), (8, 1), (64, 16)):
-        fused, cache = random(rows * nodes, 64, dtype=torch.float32), torch.zeros(rows, 640, 4, 8)
-        FusedKernels(launch).attend(fused, cache, torch.zeros(rows, 1, nodes, 600), heads)
-    assert splits == {8}
+@pytest.mark.parametrize("dtype", PRODUCT_FORMATS)
+@pytest.mark.parametrize("num_rows", [1, 60, 130])  # by all the tiles there are
+@pytest.mark.parametrize("num_in", [64, 136])
+def test_a_product_with_a_bias_or_what_is_there_already(
+    dtype: torch.dtype, num_rows: int, num_in: int
+) -> None:
+    kernels, num_out = Counted().kernels, 72
+    rows, weight = random(num_rows, num_in, dtype=dtype), random(num_out, num_in, dtype=dtype)
+    weight *= num_in**-0.5
+    bias, residual = random(num_out, dtype=dtype), random(num_rows, num_out, dtype=dtype, seed=1)
+    assert_alike(kernels.product(rows, weight), functional.linear(rows, weight))
+    assert_alike(kernels.product(rows, weight, bias), functional.linear(rows, weight, bias))
+    expected = residual + functional.linear(rows, weight)
+    assert kernels.product(rows, weight, residual=residual) is residual
+    assert_alike(residual, expected)
 
 
 @pytest.mark.parametrize("num_nodes", [1, 12])
@@ -121,7 +150,7 @@ def test_a_row_attends_alone_as_among_others(num_nodes: int) -> None:
     fused = random(3 * num_nodes, 64, dtype=torch.float32)
     cache = random(3, 200, 4, 8, dtype=torch.float32, seed=1)
     mask = torch.zeros(3, 1, num_nodes, 150)
-    among = kernels.attend(fused, cache, mask, heads).view(3, num_nodes, -1)
+    among = kernels.attend(fused, cache, mask, ends_of(mask), heads).view(3, num_nodes, -1)
     for row, given in enumerate(fused.view(3, num_nodes, -1)):
-        alone = kernels.attend(given, cache[row : row + 1], mask[:1], heads)
+        alone = kernels.attend(given, cache[row : row + 1], mask[:1], ends_of(mask[:1]), heads)
         assert torch.equal(alone, among[row])

@@ -4,8 +4,8 @@ Every function is one launch, `attend` two. Scalars that change from pass to pas
 specialised on: what was compiled for one pass serves all others of the same model.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,12 +16,33 @@ from deft_policies.model.kernels import programs
 from deft_policies.model.quantization import Fp8Rows
 from deft_policies.model.sizes import LlamaSizes
 
-_SLOTS = 64  # that a program looks at together
-_LEAST_QUERIES = 16  # of a matrix product, on every side
+_SLOTS = 32  # whose values a program adds together: more would take more registers than there are
+_SCORES = 64  # slots that it scores together
+_QUERIES = (16, 32)  # the same; fewer are no matrix product. Both are summed by one instruction
 _MOST_SPLITS = 8
+_PROGRAMS = 256  # fill a device: with fewer, slots are split among more
 _COLUMNS = 1024
 WARPS_OF_ROWS = 16  # for a whole row of the widest matrix: fewer would keep too much in each
 STAGES = 2  # of loads on their way: more take shared memory that small GPUs have not
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """How a matrix product is cut; every sum is the same for all of them."""
+
+    rows: int
+    columns: int
+    inner: int
+    num_warps: int
+    num_stages: int
+
+
+# For so many rows at most. Each takes less than 99 KiB of shared memory.
+_TILES = (
+    _Tiles(16, 32, 256, num_warps=4, num_stages=4),  # the weight is all that is read
+    _Tiles(64, 32, 128, num_warps=4, num_stages=4),
+    _Tiles(128, 128, 64, num_warps=8, num_stages=3),
+)
 
 Grid = tuple[int, ...]
 Arguments = tuple[Tensor | int | float, ...]
@@ -39,6 +60,8 @@ class FusedKernels:
     """The operations; `launch` starts them."""
 
     launch: Launch = start
+    # Whether PyTorch's product of such shapes has the bits of ours.
+    _equals_ours: dict[Hashable, bool] = field(default_factory=dict)
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise [token, width]."""
@@ -118,36 +141,112 @@ class FusedKernels:
         constants = {**_constants(heads), "BLOCK": triton.next_power_of_2(heads.head_dim)}
         self.launch(programs.rotate_append, grid, given, constants)
 
-    def attend(self, fused: Tensor, cache: Tensor, mask: Tensor, heads: LlamaSizes) -> Tensor:
+    def product(
+        self,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """[token, in] times weight [out, in]: to every token the bits that it has alone.
+
+        A residual [token, out] is added to in place, and returned.
+        """
+        out = rows.new_empty(len(rows), len(weight)) if residual is None else residual
+        if len(rows) > _TILES[0].rows and rows.is_cuda and self._asked(weight, bias, out, residual):
+            return _multiply(rows, weight, bias, out, residual)
+        return self._multiply(rows.contiguous(), weight, bias, out, residual)
+
+    def _asked(
+        self, weight: Tensor, bias: Tensor | None, out: Tensor, residual: Tensor | None
+    ) -> bool:
+        """Whether PyTorch's own product, which is faster for many rows, has the same bits here.
+
+        Only this machine can tell. It is asked once about every shape, but never while a pass is
+        captured: it then runs a pass as before.
+        """
+        key = (weight.shape, len(out), bias is None, residual is None)
+        if key not in self._equals_ours and not torch.cuda.is_current_stream_capturing():
+            rows = torch.randn(len(out), weight.shape[1], device=out.device).to(out)
+            ours, theirs = torch.randn_like(out), torch.empty_like(out)
+            theirs.copy_(ours)
+            self._multiply(rows, weight, bias, ours, None if residual is None else ours)
+            theirs = _multiply(rows, weight, bias, theirs, None if residual is None else theirs)
+            self._equals_ours[key] = torch.equal(ours, theirs)
+        return self._equals_ours.get(key, False)
+
+    def _multiply(
+        self,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        residual: Tensor | None,
+    ) -> Tensor:
+        (num_rows, num_in), num_out = rows.shape, len(weight)
+        tiles = next((one for one in _TILES if num_rows <= one.rows), _TILES[-1])
+        given = (rows, weight, weight if bias is None else bias, out, out)
+        constants = {
+            "HAS_BIAS": bias is not None,
+            "HAS_RESIDUAL": residual is not None,
+            "IS_WHOLE": num_in % tiles.inner == 0,
+            "ROWS": tiles.rows,
+            "COLUMNS": tiles.columns,
+            "INNER": tiles.inner,
+            "num_warps": tiles.num_warps,
+            "num_stages": tiles.num_stages,
+        }
+        grid = (triton.cdiv(num_rows, tiles.rows), triton.cdiv(num_out, tiles.columns))
+        self.launch(programs.product, grid, (*given, num_rows, num_in, num_out), constants)
+        return out
+
+    def attend(
+        self, fused: Tensor, cache: Tensor, mask: Tensor, ends: Tensor, heads: LlamaSizes
+    ) -> Tensor:
         """Mix [row * node, head * head_dim] out of one layer's cache [row, slot, ...].
 
-        `mask` [row, 1, node, slot] is added to the scores. The rows of the cache are contiguous.
+        `mask` [row, 1, node, slot] in float32 is added to the scores; nothing is seen from `ends`
+        [row, node] on. The rows of the cache are contiguous. How slots and queries are divided
+        changes no bit of the result.
         """
         num_rows, _, num_nodes, read = mask.shape
         head_dim, group = heads.head_dim, heads.num_heads // heads.num_kv_heads
-        # By the slots alone: the sums of a query must not depend on the rows and nodes beside it.
-        splits = min(_MOST_SPLITS, triton.cdiv(read, _SLOTS))
-        splits = 1 << (splits.bit_length() - 1)  # few values: each is compiled by itself
+        few, many = _QUERIES
+        queries = few if num_nodes * group <= few else many
+        blocks = heads.num_kv_heads * triton.cdiv(num_nodes * group, queries)
+        splits = min(_MOST_SPLITS, _PROGRAMS // (num_rows * blocks), triton.cdiv(read, _SLOTS))
+        splits = 1 << max(splits.bit_length() - 1, 0)  # few values: each is compiled by itself
         entries = num_rows * num_nodes * heads.num_heads
-        partial = torch.empty(splits, entries, head_dim, device=fused.device, dtype=torch.float32)
-        summary = partial.new_empty(splits, entries, 2)
+        partial = torch.empty(splits, entries, head_dim, device=fused.device, dtype=torch.float64)
+        totals = partial.new_empty(splits, entries)
         out = fused.new_empty(num_rows * num_nodes, heads.num_heads * head_dim)
         block = triton.next_power_of_2(head_dim)
-        scalars = (num_nodes, read, cache.shape[1], mask.stride(2), head_dim**-0.5)
+        scalars = (num_nodes, cache.shape[1], mask.stride(2), head_dim**-0.5)
         constants = {
             **_constants(heads),
             "NUM_SPLITS": splits,
-            "QUERIES": max(_LEAST_QUERIES, triton.next_power_of_2(num_nodes * group)),
+            "QUERIES": queries,
+            "SCORES": _SCORES,
             "SLOTS": _SLOTS,
-            "BLOCK": max(block, _LEAST_QUERIES),
+            "BLOCK": max(block, few),
             "num_stages": STAGES,
         }
-        grid = (num_rows, heads.num_kv_heads, splits)
-        given = (fused, cache, mask, partial, summary, *scalars)
+        grid = (num_rows, blocks, splits)
+        given = (fused, cache, mask, ends, partial, totals, *scalars)
         self.launch(programs.attend_split, grid, given, constants)
         constants = {"HEAD_DIM": head_dim, "NUM_SPLITS": splits, "BLOCK": block}
-        self.launch(programs.join_splits, (entries,), (partial, summary, out, entries), constants)
+        self.launch(programs.join_splits, (entries,), (partial, totals, out, entries), constants)
         return out
+
+
+def _multiply(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, residual: Tensor | None
+) -> Tensor:
+    """As `FusedKernels.product`, by PyTorch."""
+    turned = weight.t()
+    if residual is not None:
+        return residual.add_(torch.mm(rows, turned))
+    return torch.mm(rows, turned, out=out) if bias is None else torch.addmm(bias, rows, turned)
 
 
 def _constants(heads: LlamaSizes) -> Constants:

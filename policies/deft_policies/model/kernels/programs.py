@@ -95,22 +95,42 @@ def rotate_append(
         tl.store(kept + columns, own, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_nodes", "read", "row_length", "mask_stride"])
-def attend_split(
-    fused, cache, mask, partial, summary, num_nodes, read, row_length, mask_stride, scale,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, QUERIES: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One share of a row's slots, seen by all of its queries that read the same key head.
+@triton.jit
+def _load_slots(pointer, row, row_length, slot, end, head, columns, inside, NUM_KV_HEADS, HEAD_DIM):
+    """Keys, or values, of one head: [slot, head_dim], zeros from `end` on."""
+    where = ((row * row_length + slot) * 2 * NUM_KV_HEADS + head) * HEAD_DIM
+    there = (slot < end)[:, None] & inside[None, :]
+    return tl.load(pointer + where[:, None] + columns[None, :], mask=there, other=0.0)
 
-    Leaves weighted values in `partial` [split, row, node, head, head_dim] and their greatest score
-    and sum of weights in `summary` [split, row, node, head, 2], for `join_splits`.
+
+@triton.jit
+def _scores(queries, keys, mask, slot, end, is_query, token, mask_stride, scale):
+    """How much queries [query, head_dim] look at keys [slot, head_dim]."""
+    seen = is_query[:, None] & (slot < end)[None, :]
+    added = tl.load(
+        mask + token[:, None] * mask_stride + slot[None, :], mask=seen, other=float("-inf")
+    )
+    return tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale + added
+
+
+@triton.jit(do_not_specialize=["num_nodes", "row_length", "mask_stride"])
+def attend_split(
+    fused, cache, mask, ends, partial, totals, num_nodes, row_length, mask_stride, scale,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, QUERIES: tl.constexpr, SCORES: tl.constexpr, SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One share of a row's slots, seen by some of its queries that read the same key head.
+
+    Leaves weighted values in `partial` [split, row, node, head, head_dim] and the sum of weights in
+    `totals` [split, row, node, head], for `join_splits`. The greatest score is that of all slots,
+    and sums are in float64, so that it does not matter in which order they were added.
     """
     row = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(1) % NUM_KV_HEADS
     split = tl.program_id(2)
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    query = tl.arange(0, QUERIES)
+    query = tl.program_id(1) // NUM_KV_HEADS * QUERIES + tl.arange(0, QUERIES)
     node = query // group
     head = kv_head * group + query % group
     is_query = node < num_nodes
@@ -120,62 +140,97 @@ def attend_split(
     place = (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_DIM
     both = is_query[:, None] & inside[None, :]
     queries = tl.load(fused + place[:, None] + columns[None, :], mask=both, other=0.0)
+    end = tl.max(tl.load(ends + token, mask=is_query, other=0), axis=0)
     greatest = tl.full((QUERIES,), -1e30, tl.float32)
-    total = tl.zeros((QUERIES,), tl.float32)
-    mixed = tl.zeros((QUERIES, BLOCK), tl.float32)
-    share = tl.cdiv(tl.cdiv(read, NUM_SPLITS), SLOTS) * SLOTS
-    start = split * share
-    for first in range(start, tl.minimum(start + share, read), SLOTS):
-        slot = first + tl.arange(0, SLOTS)
-        is_slot = slot < read
-        where = ((row * row_length + slot) * 2 * NUM_KV_HEADS + kv_head) * HEAD_DIM
-        there = is_slot[:, None] & inside[None, :]
-        keys = tl.load(cache + where[:, None] + columns[None, :], mask=there, other=0.0)
-        seen = is_query[:, None] & is_slot[None, :]
-        added = tl.load(
-            mask + token[:, None] * mask_stride + slot[None, :], mask=seen, other=float("-inf")
+    for first in range(0, end, SCORES):
+        slot = first + tl.arange(0, SCORES)
+        keys = _load_slots(
+            cache, row, row_length, slot, end, kv_head, columns, inside, NUM_KV_HEADS, HEAD_DIM
         )
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
-        scores += added.to(tl.float32)
-        higher = tl.maximum(greatest, tl.max(scores, axis=1))
-        weights = tl.exp(scores - higher[:, None])
-        shrink = tl.exp(greatest - higher)
-        greatest = higher
-        total = total * shrink + tl.sum(weights, axis=1)
-        behind = where[:, None] + NUM_KV_HEADS * HEAD_DIM + columns[None, :]
-        values = tl.load(cache + behind, mask=there, other=0.0)
-        narrow = weights.to(values.dtype)
-        mixed = mixed * shrink[:, None] + tl.dot(narrow, values, input_precision="ieee")
+        scores = _scores(queries, keys, mask, slot, end, is_query, token, mask_stride, scale)
+        greatest = tl.maximum(greatest, tl.max(scores, axis=1))
+    total = tl.zeros((QUERIES,), tl.float64)
+    mixed = tl.zeros((QUERIES, BLOCK), tl.float64)
+    share = tl.cdiv(tl.cdiv(end, NUM_SPLITS), SLOTS) * SLOTS
+    start = split * share
+    for first in range(start, tl.minimum(start + share, end), SLOTS):
+        slot = first + tl.arange(0, SLOTS)
+        keys = _load_slots(
+            cache, row, row_length, slot, end, kv_head, columns, inside, NUM_KV_HEADS, HEAD_DIM
+        )
+        scores = _scores(queries, keys, mask, slot, end, is_query, token, mask_stride, scale)
+        weights = tl.exp(scores - greatest[:, None])
+        total += tl.sum(weights.to(tl.float64), axis=1)
+        behind = cache + NUM_KV_HEADS * HEAD_DIM
+        values = _load_slots(
+            behind, row, row_length, slot, end, kv_head, columns, inside, NUM_KV_HEADS, HEAD_DIM
+        )
+        # A sum over one number hides from the compiler that these were 16 bits wide: it would then
+        # choose a product of matrices that it has not in float64.
+        narrow = tl.sum(weights.to(values.dtype).to(tl.float32)[:, :, None], axis=2)
+        wide = tl.sum(values.to(tl.float32)[:, :, None], axis=2)
+        mixed += tl.dot(narrow.to(tl.float64), wide.to(tl.float64), out_dtype=tl.float64)
     entry = (split * tl.num_programs(0) * num_nodes + token) * NUM_HEADS + head
     tl.store(partial + entry[:, None] * HEAD_DIM + columns[None, :], mixed, mask=both)
-    tl.store(summary + entry * 2, greatest, mask=is_query)
-    tl.store(summary + entry * 2 + 1, total, mask=is_query)
+    tl.store(totals + entry, total, mask=is_query)
 
 
 @triton.jit(do_not_specialize=["num_entries"])
 def join_splits(
-    partial, summary, out, num_entries,
+    partial, totals, out, num_entries,
     HEAD_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Join the shares of one query head, the program's entry of [row, node, head]."""
     entry = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < HEAD_DIM
-    greatest = tl.load(summary + entry * 2)
+    total = tl.load(totals + entry)
+    mixed = tl.load(partial + entry * HEAD_DIM + columns, mask=inside, other=0.0)
     for split in range(1, NUM_SPLITS):
-        there = tl.load(summary + (split * num_entries + entry) * 2)
-        greatest = tl.maximum(greatest, there)
-    total = 0.0
-    mixed = tl.zeros((BLOCK,), tl.float32)
-    for split in range(NUM_SPLITS):
         place = split * num_entries + entry
-        weight = tl.exp(tl.load(summary + place * 2) - greatest)
-        total += weight * tl.load(summary + place * 2 + 1)
-        values = tl.load(partial + place * HEAD_DIM + columns, mask=inside, other=0.0)
-        mixed += weight * values
-    tl.store(
-        out + entry * HEAD_DIM + columns, (mixed / total).to(out.dtype.element_ty), mask=inside
-    )
+        total += tl.load(totals + place)
+        mixed += tl.load(partial + place * HEAD_DIM + columns, mask=inside, other=0.0)
+    joined = (mixed / total).to(tl.float32)
+    tl.store(out + entry * HEAD_DIM + columns, joined.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def product(
+    rows, weight, bias, residual, out, num_rows, num_in, num_out,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IS_WHOLE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows [row, in] times weight [out, in], plus a bias, plus what is there already.
+
+    Every number is summed along `in` by one program from the first to the last, whatever the tiles:
+    a row has the bits that it has alone.
+    """
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+    inner = tl.arange(0, INNER)
+    is_row, is_column = row < num_rows, column < num_out
+    left = rows + row[:, None] * num_in + inner[None, :]
+    right = weight + column[None, :] * num_in + inner[:, None]
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, num_in, INNER):
+        if IS_WHOLE:
+            some = tl.load(left, mask=is_row[:, None], other=0.0)
+            others = tl.load(right, mask=is_column[None, :], other=0.0)
+        else:
+            is_inner = first + inner < num_in
+            some = tl.load(left, mask=is_row[:, None] & is_inner[None, :], other=0.0)
+            others = tl.load(right, mask=is_column[None, :] & is_inner[:, None], other=0.0)
+        total = tl.dot(some, others, total, input_precision="ieee")
+        left += INNER
+        right += INNER
+    if HAS_BIAS:
+        total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    here = row[:, None] * num_out + column[None, :]
+    both = is_row[:, None] & is_column[None, :]
+    if HAS_RESIDUAL:
+        total = total.to(out.dtype.element_ty).to(tl.float32)
+        total += tl.load(residual + here, mask=both, other=0.0).to(tl.float32)
+    tl.store(out + here, total.to(out.dtype.element_ty), mask=both)
 
 
 @triton.jit
