@@ -324,7 +324,7 @@ def _mean_ms(field: str) -> Callable[[RowResults, str], Cell]:
 
 def _pass_ms(results: RowResults, _: str) -> Cell:
     answers = answers_of(results.timed)
-    passes = sum(len(one.accepted) - 1 for one in answers)
+    passes = sum(max(len(one.accepted) - 1, 0) for one in answers)
     spent = sum(one.timings.verify_ms for one in answers)
     return _ratio(spent, passes, ".1f")
 

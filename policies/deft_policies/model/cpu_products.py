@@ -161,8 +161,8 @@ class Rows:
         return torch.cat([product(block) for block in torch.split(rows, self.multiple)])
 
 
-_ON_A_CPU = (Rows(4), Rows(8), Rows(16), Rows(32), Rows(64, in_blocks=True))
-_ON_A_GPU = (Rows(),)
+AS_THEY_COME = (Rows(),)
+PADDED = (Rows(4), Rows(8), Rows(16), Rows(32), Rows(64, in_blocks=True))
 
 
 def can_be_batch_invariant(weight: Tensor) -> bool:
@@ -173,15 +173,17 @@ def can_be_batch_invariant(weight: Tensor) -> bool:
     return weight.device.type == "cpu" and weight.dtype == torch.bfloat16
 
 
-def find_rows(products: Sequence[tuple[int, int, Product]], like: Tensor | None = None) -> Rows:
+def find_rows(
+    products: Sequence[tuple[int, int, Product]],
+    like: Tensor | None = None,
+    ways: Sequence[Rows] = PADDED,
+) -> Rows:
     """The fewest rows that this machine computes alike. `products` come with widths in and out.
 
-    Rows are in the format of `like` and on its device, without one in bfloat16 on a CPU. On a GPU
-    no rows are added.
+    Rows are in the format of `like` and on its device; without one, in bfloat16 on a CPU.
     """
-    is_on_gpu = like is not None and like.device.type != "cpu"
     differing: list[str] = []
-    for rows in _ON_A_GPU if is_on_gpu else _ON_A_CPU:
+    for rows in ways:
         differing = [
             f"{num_in} to {num_out}"
             for num_in, num_out, product in products

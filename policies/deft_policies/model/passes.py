@@ -12,7 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from deft_policies.model.cpu_products import Rows, can_be_batch_invariant, can_fuse, find_rows, pack
+from deft_policies.model.cpu_products import (
+    AS_THEY_COME,
+    PADDED,
+    Rows,
+    can_be_batch_invariant,
+    can_fuse,
+    find_rows,
+    pack,
+)
 from deft_policies.model.kv_cache import CacheWindow
 from deft_policies.model.llama import Attention, Layer, LlamaDecoder, RMSNorm, added_mask
 from deft_policies.model.quantization import Fp8Linear, Fp8Rows
@@ -92,7 +100,8 @@ class LlamaPasses:
                 (sizes.mlp_width, sizes.width, layer.down.apply),
                 (sizes.width, decoder.head.out_features, self.head.apply),
             ),
-            like=decoder.embedding.weight,
+            decoder.embedding.weight,
+            AS_THEY_COME if self.head.is_fused else PADDED,
         )
 
     def _attention(

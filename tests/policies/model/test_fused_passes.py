@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="fused kernels need Triton")
 
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.families.openvla import VlaTarget
+from deft_policies.model import cpu_products
 from deft_policies.model.formats import Quantization
 from deft_policies.model.graphs import Reserve, StepRunner
 from deft_policies.model.quantization import quantize_linears
@@ -43,6 +44,7 @@ def random_tree(num_rows: int, num_nodes: int) -> DraftTree:
 def answers(target: VlaTarget, num_nodes: int) -> list[Tensor]:
     """Scores of a prefill with guesses and of two passes behind it."""
     prompts = random_prompts(target.model, [3, 9])
+    prompts = replace(prompts, embeds=prompts.embeds.to(target.decoder.embedding.weight.dtype))
     tree = random_tree(2, num_nodes)
     rows = target.new_cache()
     rows.reserve(2, 64)
@@ -65,6 +67,17 @@ def test_fused_passes_score_what_plain_ones_do(num_kv_heads: int) -> None:
     assert set(launch.launched) == {
         *("rms_norm", "silu_times", "rotate_append", "attend_split", "join_splits")
     }
+
+
+def test_products_are_fused_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter cannot multiply bfloat16; float16 takes the same way."""
+    monkeypatch.setattr(cpu_products, "_AMONG", (8,))  # rows that loading asks about
+    plain, model, launch = tiny_model().half(), tiny_model().half(), Counted()
+    model.fuse(launch.kernels)
+    expected = answers(fixed_shapes(plain), 6)
+    for found, one in zip(answers(fixed_shapes(model), 6), expected, strict=True):
+        torch.testing.assert_close(found[:, :1], one[:, :1], atol=2e-2, rtol=2e-2)
+    assert "product" in launch.launched
 
 
 def test_fused_towers_see_what_plain_ones_do() -> None:
