@@ -1,14 +1,6 @@
-"""Judging a pass: what the target says after each node, and which path is committed. No state.
+"""Judge a pass: which drafts stand, and which path of them is committed. No state.
 
-Where tokens are drawn instead of taken greedily, the odds stay the target's in two exact ways.
-
-Noise fixed per position: the target's token after a node is the maximum of p / E over the
-vocabulary, E being exponential noise that belongs to the position of the token, not to the node.
-That is an exact draw from p, and the same draw whatever was drafted.
-
-Leviathan's ratio test: where drafts were drawn from known odds q, one survives with probability
-min(1, p / q). One that falls leaves max(0, p - q) / Z to judge the next draft behind the same node
-by, and to draw from when there is none: exact in distribution for trees as for chains.
+Begin at `judge_on_host`, for exact methods on a CPU. `judge` is for all others, and for a GPU.
 """
 
 import torch
@@ -30,42 +22,7 @@ from deft_policies.decoding.sampling import (
 )
 from deft_policies.decoding.tree import DraftTree
 
-# What is accepted, as in `Pass`: path, num, bonus and target_tokens.
-Accepted = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
-def predict(
-    method: Method, tree: DraftTree, logits: Tensor, first: int, keys: Tensor, count: Tensor
-) -> Tensor:
-    """The target's token after each node, [row, node]; column 0 of the logits is token `first`.
-
-    Draws are a hash of `keys` [row] and of the token's position, `count` [row] being the root's.
-    """
-    if method.temperature == 0.0:
-        best = first_maximum(logits)
-        return best + first if first else best
-    odds = target_odds(logits, method.temperature)
-    places = count[:, None] + tree.depths()
-    drawn = exponential(keys, ANSWER, places, odds.shape[2])
-    return (odds / drawn).argmax(dim=2) + first
-
-
-def judge(method: Method, scored: ScoredTree, keys: Tensor, steps: int) -> Pass:
-    """Choose what of some guesses is committed; no path is of use that is longer than `steps`.
-
-    An answer's last token, the one at its limit or the stop token, is always the target's own word:
-    guesses in its place never count. What a step holds beyond `num` is anything.
-    """
-    tree = scored.tree
-    path, num, bonus, target_tokens = _find_path(method, scored, keys, steps)
-    tokens = target_tokens
-    if path.shape[1] > 1 and not method.rule.is_exact:  # the next draft on the path, or the bonus
-        drafted = tree.tokens.gather(1, path[:, 1:])
-        tokens = torch.cat((drafted, bonus[:, None]), dim=1)
-        tokens.scatter_(1, num[:, None], bonus[:, None])
-    answers = scored.scores.answers
-    assert answers is not None
-    return Pass(tree, scored.predictions, path, num, bonus, tokens, target_tokens, answers)
+Accepted = tuple[Tensor, Tensor, Tensor, Tensor]  # of a `Pass`: path, num, bonus, target_tokens
 
 
 def judge_on_host(
@@ -76,31 +33,52 @@ def judge_on_host(
     stop: Tensor | None,
     steps: int,
 ) -> Pass:
-    """As `judge`, for exact methods: node by node in integers, quicker where the host has them.
+    """Accept drafts of an exact method: a draft stands if it is the target's own token.
 
-    `answers` [row] says whose the predictions are, `room` [row] how deep a guess may lie.
+    A draft must equal the target's prediction after its parent, and the parent must stand, too. The
+    longest path is committed: at most `steps` nodes, the root among them. The prediction after it
+    is the bonus. An answer's last token is always a bonus, so no draft stands that lies deeper than
+    `room` [row] or is the `stop` token [row].
+
+    `judge` does the same with tensors; integers are quicker where the host has them.
     """
-    found = []
+    rows = []
     columns = (tree.tokens, tree.parents, tree.is_real, predictions, room)
     stops = [None] * len(room) if stop is None else stop.tolist()
-    lists = zip(*(one.tolist() for one in columns), stops, strict=True)
+    lists = zip(*(column.tolist() for column in columns), stops, strict=True)
     for tokens, parents, is_real, expected, deepest, end in lists:
         depths = [0]  # of each node, or -1 where it is not accepted
         for node in range(1, tree.num_nodes):
-            above, token = parents[node], tokens[node]
-            is_equal = is_real[node] and token == expected[above] and token != end
-            depth = depths[above] + 1 if is_equal else -1
-            depths.append(depth if 0 < depth <= deepest else -1)
+            parent, token = parents[node], tokens[node]
+            is_equal = is_real[node] and token == expected[parent] and token != end
+            stands = is_equal and 0 <= depths[parent] < deepest
+            depths.append(depths[parent] + 1 if stands else -1)
         num = max(depths)
-        last = at = depths.index(num)
+        node = depths.index(num)
+        bonus = expected[node]
         path = [0] * steps
         for step in range(num, 0, -1):
-            path[step], at = at, parents[at]
-        found.append((*path, num, expected[last]))
-    numbers = torch.tensor(found)
-    paths, kept, bonus = numbers[:, :steps], numbers[:, steps], numbers[:, steps + 1]
+            path[step] = node
+            node = parents[node]
+        rows.append((*path, num, bonus))
+    numbers = torch.tensor(rows)
+    paths, nums, bonuses = numbers[:, :steps], numbers[:, steps], numbers[:, steps + 1]
     own = predictions.gather(1, paths)
-    return Pass(tree, predictions, paths, kept, bonus, own, own, answers)
+    return Pass(tree, predictions, paths, nums, bonuses, own, own, answers)
+
+
+def judge(method: Method, scored: ScoredTree, keys: Tensor, steps: int) -> Pass:
+    """Accept drafts of any method, with tensors. What a step holds beyond `num` is anything."""
+    tree = scored.tree
+    path, num, bonus, target_tokens = _find_path(method, scored, keys, steps)
+    tokens = target_tokens
+    if path.shape[1] > 1 and not method.rule.is_exact:  # the next draft on the path, or the bonus
+        drafted = tree.tokens.gather(1, path[:, 1:])
+        tokens = torch.cat((drafted, bonus[:, None]), dim=1)
+        tokens.scatter_(1, num[:, None], bonus[:, None])
+    answers = scored.scores.answers
+    assert answers is not None
+    return Pass(tree, scored.predictions, path, num, bonus, tokens, target_tokens, answers)
 
 
 def _find_path(method: Method, scored: ScoredTree, keys: Tensor, steps: int) -> Accepted:
@@ -145,10 +123,9 @@ def _longest(
     scored: ScoredTree, accepted: Tensor, is_exact: bool, tie_break: TieBreak, steps: int
 ) -> Accepted:
     length = scored.tree.depths().masked_fill(~accepted, -1)
-    if is_exact:  # equally long exact paths carry the same tokens
-        return _walk(scored, length.argmax(dim=1), steps)
-    best = (length + 0.5 * _preference(scored, accepted, tie_break)).argmax(dim=1)
-    return _walk(scored, best, steps)
+    if not is_exact:  # equally long exact paths carry the same tokens
+        length = length + 0.5 * _preference(scored, accepted, tie_break)
+    return _walk(scored, length.argmax(dim=1), steps)
 
 
 def _walk(scored: ScoredTree, last: Tensor, steps: int) -> Accepted:
@@ -184,13 +161,34 @@ def _first_leaf(scored: ScoredTree) -> Tensor:
     return torch.where(below, nodes, tree.num_nodes).amin(dim=2)
 
 
+def predict(
+    method: Method, tree: DraftTree, logits: Tensor, first: int, keys: Tensor, count: Tensor
+) -> Tensor:
+    """The target's token after each node, [row, node]; column 0 of the logits is token `first`.
+
+    Above temperature 0 it is the maximum of p / E over the vocabulary, an exact draw from p. The
+    exponential noise E is a hash of `keys` [row] and of the token's position, `count` [row] being
+    the root's. So the draw is the same whatever was drafted.
+    """
+    if method.temperature == 0.0:
+        best = first_maximum(logits)
+        return best + first if first else best
+    odds = target_odds(logits, method.temperature)
+    places = count[:, None] + tree.depths()
+    drawn = exponential(keys, ANSWER, places, odds.shape[2])
+    return (odds / drawn).argmax(dim=2) + first
+
+
 def _ratio_test(
     scored: ScoredTree, q: Tensor, keys: Tensor, temperature: float, steps: int
 ) -> Accepted:
-    """Walk down from the root: of the drafts behind a node the first whose coin allows stands.
+    """Leviathan's ratio test, for drafts that were drawn from known odds q.
 
-    `odds` are p, less what drafts that fell could have been: max(0, odds - q) / Z for each. A stop
-    token stands like any other, as the last of its path: it is then what comes after the rest.
+    Walk down from the root. A draft stands with probability min(1, odds / q); `odds` begin as the
+    target's p. One that falls leaves max(0, odds - q) / Z to judge its next sibling by, or to draw
+    the bonus from. So the tokens have exactly the target's distribution, in trees as in chains.
+
+    A stop token that stands is the bonus.
     """
     tree, first = scored.tree, scored.vocabulary.first
     rows = torch.arange(len(scored.num_committed), device=tree.tokens.device)
@@ -199,28 +197,28 @@ def _ratio_test(
     at, depth, tries = (torch.zeros_like(scored.num_committed) for _ in range(3))
     ended = torch.zeros_like(at, dtype=torch.bool)
     odds = p[:, 0]
-
-    def here() -> Tensor:
-        return (scored.num_committed + depth)[:, None]
-
     for node in range(1, tree.num_nodes):
         token = tree.tokens[:, node] - first
-        coins = uniform(keys, COIN, here(), MOST_TRIES).float()
+        places = (scored.num_committed + depth)[:, None]
+        coins = uniform(keys, COIN, places, MOST_TRIES).float()
         coin = coins[rows, 0, tries.clamp(max=MOST_TRIES - 1)]
         asked = (tree.parents[:, node] == at) & is_judged[:, node] & (tries < MOST_TRIES) & ~ended
         stands = asked & (coin * q[rows, node, token] < odds[rows, token])
         if scored.stop is not None:
             is_end = stands & (tree.tokens[:, node] == scored.stop)
             only = torch.zeros_like(odds).scatter(1, token[:, None], 1.0)
-            odds, stands = torch.where(is_end[:, None], only, odds), stands & ~is_end
+            odds = torch.where(is_end[:, None], only, odds)
+            stands = stands & ~is_end
             ended = ended | is_end
         left = _without_draft(odds, q[:, node])
         odds = torch.where((asked & ~stands & ~ended)[:, None], left, odds)
         odds = torch.where(stands[:, None], p[:, node], odds)
-        at, depth = torch.where(stands, node, at), depth + stands
+        at = torch.where(stands, node, at)
+        depth = depth + stands
         tries = torch.where(stands, 0, tries + asked)
-    drawn_noise = exponential(keys, ANSWER, here(), p.shape[2])[:, 0]
-    bonus = (odds / drawn_noise).argmax(dim=1) + first
+    places = (scored.num_committed + depth)[:, None]
+    noise = exponential(keys, ANSWER, places, p.shape[2])[:, 0]
+    bonus = (odds / noise).argmax(dim=1) + first
     path, num, _, _ = _walk(scored, at, steps)
     drafted = tree.tokens.gather(1, path).roll(-1, dims=1)
     return path, num, bonus, drafted.scatter(1, depth[:, None], bonus[:, None])

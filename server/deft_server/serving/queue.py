@@ -1,23 +1,7 @@
-"""Which frames wait, and which go to the policy next. Reads no clock and starts nothing.
+"""The queue of frames that wait for the policy. Begin at `FrameQueue.offer` and `next_batch`.
 
-A flow is a session, or all frames of one caller that name no session. An owner is an API key, or an
-address where there are none; its flows share what it gets. The rules:
-
-- a session has at most one frame with the policy and one waiting; a newer frame replaces the
-  one that waits;
-- owners take turns, and so do the flows of an owner (`turns`);
-- within a turn the earliest due time goes first. A frame without a deadline is due `patience` after
-  it arrived: it goes after frames with deadlines until then, and before them afterwards;
-- the queue is bounded. Its last eighth is for frames with a deadline and for owners that have
-  nothing waiting. A frame that `stays_until_s` may overfill the queue: its caller could not try
-  again;
-- a frame joins those that are with the policy where, at the price of so many together, none of
-  them misses a deadline that it would otherwise meet (`admission`). A frame that could not meet its
-  deadline alone is refused;
-- where frames miss their deadlines in company nevertheless, fewer go together (`ConcurrencyLimit`);
-- texts hold at most half of the places while actions with deadlines come.
-
-Times are seconds on any one monotonic clock.
+`turns` orders the frames, and `admission` says which of them may go. Callers pass the time, in
+seconds on any one monotonic clock: the queue reads no clock and starts nothing.
 """
 
 from collections import Counter
@@ -27,11 +11,15 @@ from deft_server.serving.admission import Admission
 from deft_server.serving.request import Request
 from deft_server.serving.turns import TurnOrder
 
-KEPT_PART = 8  # of the queue, one part is kept for frames in a hurry and for owners without any
+KEPT_PART = 8  # one of so many parts of the queue is kept: see `_is_full_for`
 
 
 class FrameQueue:
-    """The frames that wait; `admission` has those that are with the policy."""
+    """The frames that wait; `admission` has those that are with the policy.
+
+    A flow is a session, or all frames of one caller that name no session. An owner is an API key,
+    or an address where there are no keys; its flows share what it gets.
+    """
 
     def __init__(
         self,
@@ -45,21 +33,26 @@ class FrameQueue:
         self._patience_s = patience_s
         self._turns = TurnOrder(patience_s)
         self._frames: dict[Request, None] = {}  # as they came
-        self._sessions: dict[str, Request] = {}  # what waits of each session
-        self._staying: Counter[str] = Counter()  # those of each owner that may overfill the queue
+        self._sessions: dict[str, Request] = {}  # the frame of each, by its flow
+        self._staying: Counter[str] = Counter()  # how many of each owner may overfill the queue
 
     def __len__(self) -> int:
         return len(self._frames)
 
     @property
     def frames(self) -> list[Request]:
-        """What waits, as it came."""
+        """Those that wait, as they came."""
         return list(self._frames)
 
     def offer(self, frame: Request, now_s: float) -> Request | None:
-        """Queue a frame, and return the older one of its session, which it replaces.
+        """Put a frame in, and return the older one of its session, which it replaces.
 
-        Raises `DeadlineError` or `OverloadedError` where it may not.
+        The newer frame takes over the older one's place, and its due time if that is earlier. A
+        frame without a deadline is due `patience_s` from now. A frame with `stays_until_s` may
+        overfill the queue: its caller could not try again.
+
+        Raises `DeadlineError` if the frame would be late even if it went next and alone, and
+        `OverloadedError` if it finds no place.
         """
         older = self._sessions.get(frame.flow) if frame.is_session else None
         self.admission.note_arrival(frame, now_s)
@@ -79,28 +72,25 @@ class FrameQueue:
             self._sessions[frame.flow] = frame
         return older
 
-    def remove(self, frame: Request) -> bool:
-        """Take a frame out, and return whether it still waited."""
-        if frame not in self._frames:
-            return False
-        del self._frames[frame]
-        self._turns.leave(frame)
-        self._staying[frame.owner] -= frame.stays_until_s is not None
-        if frame.is_session:
-            del self._sessions[frame.flow]
-        return True
+    def _is_full_for(self, frame: Request) -> bool:
+        """Whether a frame finds no place. Not counted: other owners' frames with `stays_until_s`.
 
-    def forget(self, flow: str) -> Request | None:
-        """Take out what a session has waiting, because it was reset; return that."""
-        frame = self._sessions.get(flow)
-        if frame is not None:
-            self.remove(frame)
-        return frame
+        The last part is kept for frames with a deadline and for owners with no frame waiting.
+        """
+        others_staying = sum(self._staying.values()) - self._staying[frame.owner]
+        limit = self._max_waiting
+        if not frame.has_deadline and self._turns.is_waiting(frame.owner):
+            limit -= self._max_waiting // KEPT_PART
+        return len(self._frames) - others_staying >= limit
 
     def next_batch(self, now_s: float) -> tuple[list[Request], list[Request]]:
-        """Return the frames that go to the policy now, and those that are too late for it.
+        """Take out the frames that go to the policy now, and those that are too late for it.
 
         Ask again until none go: there may be other places.
+
+        Owners take turns, and so do the flows of an owner. Within a turn the earliest due time goes
+        first. A frame joins others if nobody, itself included, becomes late by it. A session has at
+        most one frame with the policy.
         """
         admission = self.admission
         num_free = min(admission.num_free, admission.max_batch)
@@ -108,21 +98,21 @@ class FrameQueue:
             return [], []
         admission.note_progress(now_s)
         free_for_texts = admission.free_for_texts(now_s)
-        flying = {one.flow for one in admission.in_flight if one.is_session}
+        busy = {frame.flow for frame in admission.in_flight if frame.is_session}
         chosen: list[Request] = []
         expired: list[Request] = []
-        tight: list[Request] = []  # in time only if all goes well: where nobody else can go
+        tight: list[Request] = []  # may be late even alone: one goes if nobody else can
         passed_over: dict[str, int] = {}  # the turn of each owner's first frame that did not fit
         for frame in self._turns.in_order(self._frames, now_s):
             turn = self._turns.flow_turn(frame)
             if not admission.is_in_time(frame, now_s, now_s):
                 expired.append(frame)
-            elif frame.flow in flying or (frame.is_text and free_for_texts <= 0):
-                continue  # its memory is with the policy, or others need the place
+            elif frame.flow in busy or (frame.is_text and free_for_texts <= 0):
+                continue  # its session has one with the policy, or actions need the place
             elif len(chosen) == num_free:
                 break
             elif turn > passed_over.get(frame.owner, turn):
-                continue  # whose turn comes before would never fit, if others always filled up
+                continue  # or else the one passed over, whose turn is earlier, might never fit
             elif admission.is_late(frame, 1.0, now_s) and not self._turns.is_behind(frame):
                 tight.append(frame)
             elif admission.may_join(frame, chosen, now_s):
@@ -142,12 +132,23 @@ class FrameQueue:
             admission.start(chosen, now_s)
         return chosen, expired
 
-    def clears_in_s(self, now_s: float) -> float:
-        """Return the seconds until all that waits now will have been answered, roughly."""
-        admission = self.admission
-        each_s = max((admission.prices.expect(one.alike, now_s) for one in self._frames), default=0)
-        num_batches = (len(self._frames) + admission.num_places) // admission.num_places
-        return admission.free_s(now_s) - now_s + num_batches * each_s
+    def remove(self, frame: Request) -> bool:
+        """Take a frame out, and return whether it still waited."""
+        if frame not in self._frames:
+            return False
+        del self._frames[frame]
+        self._turns.leave(frame)
+        self._staying[frame.owner] -= frame.stays_until_s is not None
+        if frame.is_session:
+            del self._sessions[frame.flow]
+        return True
+
+    def forget(self, flow: str) -> Request | None:
+        """Take out the frame of a session that was reset, and return it."""
+        frame = self._sessions.get(flow)
+        if frame is not None:
+            self.remove(frame)
+        return frame
 
     def refusal(self, now_s: float) -> OverloadedError:
         """Return the error for a caller that finds no place."""
@@ -157,12 +158,9 @@ class FrameQueue:
             retry_after_s,
         )
 
-    def _is_full_for(self, frame: Request) -> bool:
-        max_waiting = self._max_waiting
-        others_staying = sum(self._staying.values()) - self._staying[frame.owner]
-        taken = len(self._frames) - others_staying
-        if taken >= max_waiting:
-            return True
-        is_kept_for = frame.has_deadline or not self._turns.is_waiting(frame.owner)
-        kept = 0 if is_kept_for else max_waiting // KEPT_PART
-        return taken >= max_waiting - kept
+    def clears_in_s(self, now_s: float) -> float:
+        """Return the seconds until all that wait now will have been answered, roughly."""
+        admission = self.admission
+        each_s = max((admission.prices.expect(one.alike, now_s) for one in self._frames), default=0)
+        num_batches = (len(self._frames) + admission.num_places) // admission.num_places
+        return admission.free_s(now_s) - now_s + num_batches * each_s

@@ -329,7 +329,7 @@ class ExactMatch(AcceptanceRule):
     """d = t: with any drafts the output equals greedy decoding.
 
     d is the drafted token and t the target's own. With sampled predictions instead of greedy ones
-    the output has exactly the target's distribution: see `judge`.
+    the output has exactly the target's distribution: see `predict`.
     """
 
     is_exact = True
