@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from deft_client import PolicyClient, control_loop
+from deft_client import ClientSettings, PolicyClient, Timeouts, control_loop
 from deft_client.libero.results.store import ResultsStore
 from deft_policies.tiny_libero import CHECKPOINT, STATISTICS_KEY
 from deft_server.commands.serve import EXAMPLE
@@ -192,22 +192,14 @@ def test_the_robot_loop_runs_as_it_stands(url, tmp_path: Path):
     assert "problem=None" in run.stderr
 
 
-@pytest.mark.parametrize(
-    "manner",
-    [
-        None,
-        pytest.param(frozen, marks=pytest.mark.long(seconds=30)),
-        pytest.param(dripping, marks=pytest.mark.long(seconds=30)),
-        withholding,
-    ],
-)
+@pytest.mark.parametrize("manner", [None, frozen, dripping, withholding])
 def test_the_robot_loop_commands_hold_in_every_period(manner, monkeypatch):
     (program,) = python_blocks("docs/robot_loop.md")
     module: dict[str, object] = {"__name__": "robot_loop"}
     exec(compile(program, "robot_loop.py", "exec"), module)
     module["SETTINGS"] = replace(module["SETTINGS"], period_s=0.02, watchdog_s=9.0)
     monkeypatch.setattr(control_loop, "LAST_WORDS_S", 0.01)
-    commands = []
+    hasty, commands = ClientSettings(timeouts=Timeouts(answer_s=0.5)), []
 
     class Arm(module["MyArm"]):
         def move(self, action):
@@ -215,7 +207,7 @@ def test_the_robot_loop_commands_hold_in_every_period(manner, monkeypatch):
 
     with holding_up(manner or frozen) as server:
         url = server.url if manner else "http://127.0.0.1:1"
-        with PolicyClient(url) as policy:
+        with PolicyClient(url, hasty) as policy:
             status = module["drive"](Arm("lift the cup"), policy, 10)
         assert not server.let_go.is_set()
     assert commands == [[0.0] * 6 + [1.0]] * 10

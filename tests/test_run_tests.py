@@ -52,11 +52,15 @@ def test_that_fails_always():
 """
 
 
+# A plugin that takes seconds to load. pyproject.toml leaves it out, but not for files elsewhere.
+NO_SCHEMATHESIS = ["-p", "no:schemathesis"]
+
+
 @pytest.mark.parametrize(("flags", "counted"), [([], "1 passed, 2"), (["--all"], "2 passed, 1")])
 def test_the_simulators_tests_are_left_out_and_the_fix_is_named(tmp_path, flags, counted):
     written = tmp_path / "test_three.py"
     written.write_text(THREE_TESTS)
-    quiet = ["-q", "-p", "no:cacheprovider"]
+    quiet = ["-q", "-p", "no:cacheprovider", *NO_SCHEMATHESIS]
     run = subprocess.run(
         [sys.executable, "-c", WITHOUT_GRAPHICS, *flags, *quiet, str(written)],
         capture_output=True,
@@ -77,8 +81,9 @@ def test_the_simulators_tests_are_left_out_and_the_fix_is_named(tmp_path, flags,
 def test_up_to_five_tests_that_failed_may_pass_alone(tmp_path, num_failing, always, code):
     written = tmp_path / "test_six.py"
     written.write_text(f"NUM_FAILING, ALWAYS = {num_failing}, {always}\n{SIX_TESTS}")
+    flags = ["--once-more", "-n", "1", *NO_SCHEMATHESIS, str(written)]
     run = subprocess.run(
-        [sys.executable, "-m", "scripts.run_tests", "--once-more", "-n", "1", str(written)],
+        [sys.executable, "-m", "scripts.run_tests", *flags],
         capture_output=True,
         text=True,
         cwd=ROOT,

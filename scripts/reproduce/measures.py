@@ -141,6 +141,13 @@ def summary_of(run: RunResults | None) -> RunSummary | None:
     return None if run is None else summarise(run)
 
 
+@cache
+def speculations_of(run: RunResults | None) -> list[Speculation]:
+    """Of each episode that has answers with a trace: several columns and tables take it."""
+    found = [speculation_of(record.answers) for record in run.records] if run else []
+    return [one for one in found if one is not None]
+
+
 def answers_of(run: RunResults | None) -> list[AnswerRecord]:
     """Of all episodes."""
     return [] if run is None else [one for record in run.records for one in record.answers]
@@ -296,8 +303,7 @@ def _passes(run: RunResults | None) -> Cell:
 
 def _drawn(run: RunResults | None, counts: Callable[[Speculation], tuple[float, int]]) -> Cell:
     """A ratio of sums over episodes, with the interval of drawing them anew."""
-    found = [] if run is None else [speculation_of(record.answers) for record in run.records]
-    counted = np.array([counts(one) for one in found if one is not None], np.float64)
+    counted = np.array([counts(one) for one in speculations_of(run)], np.float64)
     if not len(counted) or not counted[:, 1].any():
         return _EMPTY
     value = float(counted[:, 0].sum() / counted[:, 1].sum())

@@ -126,9 +126,15 @@ class Models:
         if key not in self.answers:
             row = request.row()
             with torch.inference_mode():
-                self.engine().decode(self.prompts([request]), [row], clock())
+                engine = Engine(self.twin, self.drafting)
+                engine.decode(self.prompts([request]), [row], clock())
             self.answers[key] = Answer.of(row)
         return self.answers[key]
+
+    @cached_property
+    def twin(self) -> Target:
+        """Keeps nothing of any row, and is made only once: in bfloat16 that takes long."""
+        return Target(self.decoder, ACTIONS)
 
     @cached_property
     def answers(self) -> dict[str, "Answer"]:

@@ -9,18 +9,19 @@ from tests.repository import ROOT
 from tests.scripts.reproduce.second_derivation import Cell, headline_cells, wilson
 
 PAGES = quoting_pages(ROOT / "docs/results")
+WITH_HEADLINE_TABLES = {"README.md", "results.md"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_cell_of_a_headline_table_is_derived_twice(page: Path) -> None:
     cells = list(headline_cells(page))
+    assert cells or page.name not in WITH_HEADLINE_TABLES
     wrong = [f"{one.where}: {one.printed}, not {one.derived}" for one in cells if not one.is_right]
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_pages_have_headline_tables() -> None:
-    names = {page.name for page in PAGES for _ in headline_cells(page)}
-    assert {"README.md", "results.md"} <= names
+def test_the_pages_with_headline_tables_are_read() -> None:
+    assert {page.name for page in PAGES} >= WITH_HEADLINE_TABLES
 
 
 def test_one_wrong_digit_is_seen() -> None:
