@@ -72,6 +72,7 @@ def test_fused_passes_score_what_plain_ones_do(num_kv_heads: int) -> None:
 def test_products_are_fused_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter cannot multiply bfloat16; float16 takes the same way."""
     monkeypatch.setattr(cpu_products, "_AMONG", (8,))  # rows that loading asks about
+    monkeypatch.setattr(cpu_products, "_ALONE", (0, 5))
     plain, model, launch = tiny_model().half(), tiny_model().half(), Counted()
     model.fuse(launch.kernels)
     expected = answers(fixed_shapes(plain), 6)
