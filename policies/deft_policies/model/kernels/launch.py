@@ -38,7 +38,7 @@ class _Tiles:
 
 
 # For so many rows at most. Each takes less than 99 KiB of shared memory.
-_TILES = (
+TILES = (
     _Tiles(16, 32, 256, num_warps=4, num_stages=4),  # the weight is all that is read
     _Tiles(64, 32, 128, num_warps=4, num_stages=4),
     _Tiles(128, 128, 64, num_warps=8, num_stages=3),
@@ -153,7 +153,7 @@ class FusedKernels:
         A residual [token, out] is added to in place, and returned.
         """
         out = rows.new_empty(len(rows), len(weight)) if residual is None else residual
-        if len(rows) > _TILES[0].rows and rows.is_cuda and self._asked(weight, bias, out, residual):
+        if len(rows) > TILES[0].rows and rows.is_cuda and self._asked(weight, bias, out, residual):
             return _multiply(rows, weight, bias, out, residual)
         return self._multiply(rows.contiguous(), weight, bias, out, residual)
 
@@ -184,7 +184,7 @@ class FusedKernels:
         residual: Tensor | None,
     ) -> Tensor:
         (num_rows, num_in), num_out = rows.shape, len(weight)
-        tiles = next((one for one in _TILES if num_rows <= one.rows), _TILES[-1])
+        tiles = next((one for one in TILES if num_rows <= one.rows), TILES[-1])
         given = (rows, weight, weight if bias is None else bias, out, out)
         constants = {
             "HAS_BIAS": bias is not None,
