@@ -1,28 +1,21 @@
 """In bfloat16 on a GPU, too, a token has the same bits alone as among others."""
 
-from dataclasses import replace
-
 import pytest
 import torch
-from torch import Tensor
 
 from deft_policies.decoding.target import Target
-from deft_policies.decoding.tree import DraftTree
 from deft_policies.model.kernels.launch import FusedKernels
 from deft_policies.model.sizes import LlamaSizes
 from tests.policies.model.test_batch_invariant import (
+    CHAIN,
     SIZES,
     TREES,
     WITH_SHARED_KEYS,
-    alone,
-    check,
+    check_batch,
+    check_chains,
+    check_prefill,
+    check_tree,
     make_target,
-    paths_of,
-    prefilled,
-    prompts_of,
-    row_of,
-    tokens_of,
-    tree_of,
 )
 from tests.tiny_openvla import tiny_model
 
@@ -39,10 +32,6 @@ def on_gpu(sizes: LlamaSizes) -> Target:
     return make_target(sizes, kernels=FusedKernels())
 
 
-def tokens(num_rows: int, num_tokens: int, seed: int = 2) -> Tensor:
-    return tokens_of(num_rows, num_tokens, seed).cuda()
-
-
 @ALL_SIZES
 def test_this_machine_computes_rows_alike(sizes: LlamaSizes) -> None:
     assert on_gpu(sizes).describe_equality().startswith("bit-equal")
@@ -51,50 +40,27 @@ def test_this_machine_computes_rows_alike(sizes: LlamaSizes) -> None:
 @ALL_SIZES
 @pytest.mark.parametrize("length", [61, 84])
 def test_a_token_among_a_chain(length: int, sizes: LlamaSizes) -> None:
-    target = on_gpu(sizes)
-    prompts, given = prompts_of(target, [length]), tokens(1, 64)
-    logits, hidden = alone(target, prompts, given[0].tolist())
-    for width in (1, 2, 3, 7, 16, 26, 50, 64):
-        scores = target.score(prefilled(target, prompts, 64), DraftTree.chain(given[:, :width]))
-        check(scores, 0, list(range(width)), (logits[1:], hidden[1:]))
+    check_chains(on_gpu(sizes), length)
 
 
 @ALL_SIZES
 @pytest.mark.parametrize("kind", TREES)
 def test_a_token_among_a_tree(sizes: LlamaSizes, kind: str) -> None:
-    target, parents = on_gpu(sizes), TREES[kind]
-    prompts, given = prompts_of(target, [84]), tokens(1, len(parents))
-    scores = target.score(prefilled(target, prompts, 64), tree_of(given, parents))
-    for path in paths_of(parents):
-        logits, hidden = alone(target, prompts, given[0, path].tolist())
-        check(scores, 0, path, (logits[1:], hidden[1:]))
+    check_tree(on_gpu(sizes), TREES[kind])
 
 
 @ALL_SIZES
 @pytest.mark.parametrize("kind", ["chain", *TREES])
 def test_a_token_that_rides_in_the_prefill(kind: str, sizes: LlamaSizes) -> None:
-    parents, target = TREES.get(kind, list(range(-1, 44))), on_gpu(sizes)
+    target = on_gpu(sizes)
     for length in (59, 127, 300):
-        prompts = replace(prompts_of(target, [length]), keep_hidden=True)
-        given = tokens(1, len(parents))
-        given[0, 0] = prompts.last_tokens[0]
-        cache = target.new_cache()
-        cache.reserve(1, length + 64)
-        scores, _ = target.prefill(cache, 0, prompts, tree_of(given, parents))
-        for path in paths_of(parents):
-            check(scores, 0, path, alone(target, prompts, given[0, path[1:]].tolist()))
+        check_prefill(target, TREES.get(kind, CHAIN), length, keeps_hidden=True)
 
 
 @ALL_SIZES
 @pytest.mark.parametrize("lengths", [[84] * 8, [59, 84, 130]])
 def test_a_row_among_a_batch(lengths: list[int], sizes: LlamaSizes) -> None:
-    target, parents = on_gpu(sizes), TREES["woven"]
-    prompts, given = prompts_of(target, lengths), tokens(len(lengths), len(parents))
-    scores = target.score(prefilled(target, prompts, 64), tree_of(given, parents))
-    for row in range(len(lengths)):
-        path = paths_of(parents)[-1]
-        logits, hidden = alone(target, row_of(prompts, row), given[row, path].tolist())
-        check(scores, row, path, (logits[1:], hidden[1:]))
+    check_batch(on_gpu(sizes), lengths, TREES["woven"])
 
 
 @pytest.mark.parametrize("count", [2, 8])

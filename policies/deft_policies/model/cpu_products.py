@@ -56,11 +56,6 @@ def pack(weight: Tensor, bias: Tensor | None = None, activation: str = "none") -
     return None
 
 
-def can_fuse(weight: Tensor) -> bool:
-    """Whether the fused product takes a weight; PyTorch's own is faster in float32."""
-    return weight.element_size() == 2 and weight.is_contiguous()
-
-
 class PackableLinear(nn.Linear):
     """A linear layer, perhaps with GELU behind it, that inference may pack in bfloat16."""
 
@@ -80,7 +75,7 @@ class PackableLinear(nn.Linear):
         """Multiply [..., in] and add the bias."""
         if self._packed is not None and inputs.dtype == torch.bfloat16:
             return self._packed.product(inputs)
-        if self.kernels is not None and can_fuse(self.weight):
+        if self.kernels is not None and self.kernels.multiplies(self.weight):
             rows = self.kernels.product(inputs.flatten(0, -2), self.weight, self.bias)
             found = rows.view(*inputs.shape[:-1], -1)
         else:
@@ -175,12 +170,12 @@ def can_be_batch_invariant(weight: Tensor) -> bool:
 
 def find_rows(
     products: Sequence[tuple[int, int, Product]],
-    like: Tensor | None = None,
+    like: Tensor,
     ways: Sequence[Rows] = PADDED,
 ) -> Rows:
     """The fewest rows that this machine computes alike. `products` come with widths in and out.
 
-    Rows are in the format of `like` and on its device; without one, in bfloat16 on a CPU.
+    The rows that are compared are in the format of `like` and on its device.
     """
     differing: list[str] = []
     for rows in ways:
@@ -194,13 +189,10 @@ def find_rows(
     return Rows(problem=f"products of {', '.join(differing)} differ with the number of rows")
 
 
-def _are_alike(
-    rows: Rows, num_in: int, num_out: int, product: Product, like: Tensor | None
-) -> bool:
+def _are_alike(rows: Rows, num_in: int, num_out: int, product: Product, like: Tensor) -> bool:
     among = _AMONG if num_in * num_out <= _LARGE else _AMONG_OF_LARGE
     generator = torch.Generator().manual_seed(0)
-    given = torch.randn(among[-1], num_in, generator=generator).bfloat16()
-    given = given if like is None else given.to(like)
+    given = torch.randn(among[-1], num_in, generator=generator).to(like)
     alone = {one: rows.multiply(product, rows.pad(given[one : one + 1]))[0] for one in _ALONE}
     for count in among:
         found = rows.multiply(product, rows.pad(given[:count]))

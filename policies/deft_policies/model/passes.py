@@ -17,7 +17,6 @@ from deft_policies.model.cpu_products import (
     PADDED,
     Rows,
     can_be_batch_invariant,
-    can_fuse,
     find_rows,
     pack,
 )
@@ -168,7 +167,8 @@ class Projection:
         self._turned = linear.weight.detach().t() if is_plain else None
         self._packed = pack(linear.weight.detach()) if packs and is_plain else None
         self._adds_later = packs and can_be_batch_invariant(linear.weight)
-        self._fused = kernels if is_plain and can_fuse(linear.weight) else None
+        if is_plain and kernels is not None and kernels.multiplies(linear.weight):
+            self._fused = kernels
 
     @property
     def is_fp8(self) -> bool:

@@ -35,6 +35,7 @@ SIZES = LlamaSizes(
     head_dim=32,
     max_positions=512,
 )
+LIKE = torch.empty(0, dtype=torch.bfloat16)
 WITH_SHARED_KEYS = replace(SIZES, num_kv_heads=2)
 
 
@@ -136,6 +137,7 @@ def tree_of(tokens: Tensor, parents: list[int]) -> DraftTree:
     return replace(DraftTree.chain(tokens), parents=given, is_chain=False)
 
 
+CHAIN = list(range(-1, 44))
 # The best path first, then branches; every second node another branch; all guesses side by side.
 TREES = {
     "comb": [-1, 0, 1, 2, 0, 1, 2, 4],
@@ -144,17 +146,49 @@ TREES = {
 }
 
 
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("sizes", [SIZES, WITH_SHARED_KEYS], ids=["own keys", "shared keys"])
-@pytest.mark.parametrize("length", [61, 84])
-def test_a_token_among_a_chain(length: int, sizes: LlamaSizes) -> None:
-    target = make_target(sizes)
-    prompts = prompts_of(target, [length])
-    tokens = tokens_of(1, 64)
+def check_chains(target: Target, length: int) -> None:
+    prompts, tokens = prompts_of(target, [length]), tokens_of(1, 64).to(target.device)
     logits, hidden = alone(target, prompts, tokens[0].tolist())
     for width in (1, 2, 3, 4, 5, 7, 8, 16, 26, 50, 64):
         scores = target.score(prefilled(target, prompts, 64), DraftTree.chain(tokens[:, :width]))
         check(scores, 0, list(range(width)), (logits[1:], hidden[1:]))
+
+
+def check_tree(target: Target, parents: list[int]) -> None:
+    prompts, tokens = prompts_of(target, [84]), tokens_of(1, len(parents)).to(target.device)
+    scores = target.score(prefilled(target, prompts, 64), tree_of(tokens, parents))
+    for path in paths_of(parents):
+        logits, hidden = alone(target, prompts, tokens[0, path].tolist())
+        check(scores, 0, path, (logits[1:], hidden[1:]))
+
+
+def check_prefill(target: Target, parents: list[int], length: int, keeps_hidden: bool) -> None:
+    """Along the paths to the leaves."""
+    prompts = replace(prompts_of(target, [length]), keep_hidden=keeps_hidden)
+    tokens = tokens_of(1, len(parents)).to(target.device)
+    tokens[0, 0] = prompts.last_tokens[0]
+    cache = target.new_cache()
+    cache.reserve(1, length + 64)
+    scores, _ = target.prefill(cache, 0, prompts, tree_of(tokens, parents))
+    for path in [path for node, path in enumerate(paths_of(parents)) if node not in parents]:
+        check(scores, 0, path, alone(target, prompts, tokens[0, path[1:]].tolist()))
+
+
+def check_batch(target: Target, lengths: list[int], parents: list[int]) -> None:
+    prompts = prompts_of(target, lengths)
+    tokens = tokens_of(len(lengths), len(parents)).to(target.device)
+    scores = target.score(prefilled(target, prompts, 64), tree_of(tokens, parents))
+    path = paths_of(parents)[-1]
+    for row in range(len(lengths)):
+        logits, hidden = alone(target, row_of(prompts, row), tokens[row, path].tolist())
+        check(scores, row, path, (logits[1:], hidden[1:]))
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("sizes", [SIZES, WITH_SHARED_KEYS], ids=["own keys", "shared keys"])
+@pytest.mark.parametrize("length", [61, 84])
+def test_a_token_among_a_chain(length: int, sizes: LlamaSizes) -> None:
+    check_chains(make_target(sizes), length)
 
 
 @pytest.mark.usefixtures("threads")
@@ -173,46 +207,24 @@ def test_a_token_among_a_chain_where_weights_are_quantised(quantization: Quantiz
 @pytest.mark.parametrize("kind", TREES)
 @pytest.mark.parametrize("sizes", [SIZES, WITH_SHARED_KEYS], ids=["own keys", "shared keys"])
 def test_a_token_among_a_tree(sizes: LlamaSizes, kind: str) -> None:
-    target, parents = make_target(sizes), TREES[kind]
-    prompts = prompts_of(target, [84])
-    tokens = tokens_of(1, len(parents))
-    scores = target.score(prefilled(target, prompts, 64), tree_of(tokens, parents))
-    for path in paths_of(parents):
-        logits, hidden = alone(target, prompts, tokens[0, path].tolist())
-        check(scores, 0, path, (logits[1:], hidden[1:]))
+    check_tree(make_target(sizes), TREES[kind])
 
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("kind", ["chain", *TREES])
 @pytest.mark.parametrize("keeps_hidden", [True, False])
 def test_a_token_that_rides_in_the_prefill(kind: str, keeps_hidden: bool) -> None:
-    parents = TREES.get(kind, list(range(-1, 44)))
     target = make_target()
     for length in (59, 82, 127):
-        prompts = replace(prompts_of(target, [length]), keep_hidden=keeps_hidden)
-        tokens = tokens_of(1, len(parents))
-        tokens[0, 0] = prompts.last_tokens[0]
-        cache = target.new_cache()
-        cache.reserve(1, length + 64)
-        scores, _ = target.prefill(cache, 0, prompts, tree_of(tokens, parents))
-        leaves = [path for node, path in enumerate(paths_of(parents)) if node not in parents]
-        for path in leaves:
-            expected = alone(target, prompts, tokens[0, path[1:]].tolist())
-            check(scores, 0, path, expected)
+        check_prefill(target, TREES.get(kind, CHAIN), length, keeps_hidden)
 
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("lengths", [[84] * 8, [59, 84, 130], [84, 61]])
 def test_a_row_among_a_batch(lengths: list[int]) -> None:
     target = make_target()
-    prompts = prompts_of(target, lengths)
     for parents in (list(range(-1, 7)), TREES["woven"]):
-        tokens = tokens_of(len(lengths), len(parents))
-        scores = target.score(prefilled(target, prompts, 64), tree_of(tokens, parents))
-        for row in range(len(lengths)):
-            path = paths_of(parents)[-1]
-            logits, hidden = alone(target, row_of(prompts, row), tokens[row, path].tolist())
-            check(scores, row, path, (logits[1:], hidden[1:]))
+        check_batch(target, lengths, parents)
 
 
 def test_what_is_kept_of_a_tree_is_what_plain_decoding_leaves() -> None:
@@ -242,11 +254,10 @@ def test_where_few_rows_differ_products_get_more_and_at_last_blocks() -> None:
         (lambda num: num % 16 == 0, Rows(16)),
         (lambda num: num == 64, Rows(64, in_blocks=True)),
     ):
-        assert find_rows([(8, 8, machine(is_alike))]) == expected
+        assert find_rows([(8, 8, machine(is_alike))], LIKE) == expected
     never = machine(lambda num: False)
-    assert (
-        "8 to 24" in find_rows([(8, 8, machine(lambda num: True)), (8, 24, noisy(never))]).problem
-    )
+    products = [(8, 8, machine(lambda num: True)), (8, 24, noisy(never))]
+    assert "8 to 24" in find_rows(products, LIKE).problem
 
 
 def noisy(product: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -141,6 +141,10 @@ class FusedKernels:
         constants = {**_constants(heads), "BLOCK": triton.next_power_of_2(heads.head_dim)}
         self.launch(programs.rotate_append, grid, given, constants)
 
+    def multiplies(self, weight: Tensor) -> bool:
+        """Whether `product` takes a weight; PyTorch's own is faster in float32."""
+        return weight.element_size() == 2 and weight.is_contiguous()
+
     def product(
         self,
         rows: Tensor,
@@ -153,25 +157,28 @@ class FusedKernels:
         A residual [token, out] is added to in place, and returned.
         """
         out = rows.new_empty(len(rows), len(weight)) if residual is None else residual
-        if len(rows) > TILES[0].rows and rows.is_cuda and self._asked(weight, bias, out, residual):
-            return _multiply(rows, weight, bias, out, residual)
+        if len(rows) > TILES[0].rows and self._agrees(weight, bias, out, residual):
+            return _multiply_by_pytorch(rows, weight, bias, out, residual)
         return self._multiply(rows.contiguous(), weight, bias, out, residual)
 
-    def _asked(
+    def _agrees(
         self, weight: Tensor, bias: Tensor | None, out: Tensor, residual: Tensor | None
     ) -> bool:
         """Whether PyTorch's own product, which is faster for many rows, has the same bits here.
 
-        Only this machine can tell. It is asked once about every shape, but never while a pass is
-        captured: it then runs a pass as before.
+        Only this machine can tell. It is asked once about every shape: by the first pass, which
+        runs before it is captured.
         """
+        if not out.is_cuda:
+            return False
         key = (weight.shape, len(out), bias is None, residual is None)
         if key not in self._equals_ours and not torch.cuda.is_current_stream_capturing():
             rows = torch.randn(len(out), weight.shape[1], device=out.device).to(out)
             ours, theirs = torch.randn_like(out), torch.empty_like(out)
             theirs.copy_(ours)
             self._multiply(rows, weight, bias, ours, None if residual is None else ours)
-            theirs = _multiply(rows, weight, bias, theirs, None if residual is None else theirs)
+            added = None if residual is None else theirs
+            theirs = _multiply_by_pytorch(rows, weight, bias, theirs, added)
             self._equals_ours[key] = torch.equal(ours, theirs)
         return self._equals_ours.get(key, False)
 
@@ -239,10 +246,10 @@ class FusedKernels:
         return out
 
 
-def _multiply(
+def _multiply_by_pytorch(
     rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, residual: Tensor | None
 ) -> Tensor:
-    """As `FusedKernels.product`, by PyTorch."""
+    """The product, and then a bias or what is there already."""
     turned = weight.t()
     if residual is not None:
         return residual.add_(torch.mm(rows, turned))
