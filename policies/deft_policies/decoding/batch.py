@@ -103,6 +103,7 @@ class Row:
     drafted: list[int] = field(default_factory=list)  # the last tree's tokens, the root first
     predictions: list[int] = field(default_factory=list)  # the target's token after each of them
     count: int = 0  # tokens that are known to be decoded, though perhaps not yet read
+    num_kept: int = 0  # drafts that stood in the last pass
     is_done: bool = False
     is_finite: bool = True
     trace: DecodeTrace | None = None
@@ -154,6 +155,7 @@ class Row:
                 f"a pass of answer {answer} was read from slot {self.slot} of answer {in_slot}, "
                 f"where answer {self.number} was expected; nothing of this round is used"
             )
+        self.num_kept = num_kept
         self.drafted, self.predictions = found["drafted"], found["predictions"]
         self.tokens += found["tokens"][: num_kept + 1]
         self.target_tokens += found["target_tokens"][: num_kept + 1]

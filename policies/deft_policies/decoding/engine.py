@@ -61,7 +61,7 @@ class DraftModels:
             kinds.NGRAM: lambda method: session.NgramLookup(),
             kinds.RECYCLED: lambda method: session.JacobiDrafts(),
             kinds.PREVIOUS_ANSWER: lambda method: PreviousAnswer(),
-            kinds.PREVIOUS_NUMBERS: lambda method: PreviousNumbers(),
+            kinds.PREVIOUS_NUMBERS: lambda method: PreviousNumbers(target),
             kinds.TOKEN_RECYCLING: lambda method: session.TokenRecycling(target),
         }
         if (index := self.index) is not None:

@@ -97,9 +97,8 @@ class Round:
         if not drafts or (depth <= 0 and not shape.is_full_depth):
             return rows.root_tree(roots)
         widest, plan = self.batch.widest, self.plan.kinds
-        # Of a text much may stand in the prefill; of numbers only a few do at a time.
-        copies_text = kinds.PREVIOUS_ANSWER in plan and rows.last is not None
-        if self.method.is_guarded and (copies_text or kinds.PREVIOUS_NUMBERS in plan):
+        # Of a text much may stand in the prefill.
+        if self.method.is_guarded and kinds.PREVIOUS_ANSWER in plan and rows.last is not None:
             widest = min(widest, self.target.text_width)
         limits = DraftLimits(roots, shape, depth, widest)
         found = [(one.kind, one.draft(rows, limits)) for one in drafts]

@@ -41,11 +41,11 @@ def test_the_longest_run_says_where_the_last_answer_goes_on() -> None:
     assert find_run(LAST, [(9,), ()], 2) is None
 
 
-def test_chains_are_the_moved_answer_the_run_and_the_answer_as_it_was() -> None:
+def test_chains_are_the_run_the_moved_answer_and_the_answer_as_it_was() -> None:
     chains = guess_numbers(LAST, tokens_of("23 4 "), 1, 2)
     assert chains == [
-        tokens_of("4 5", ends=True),
         tokens_of("5", ends=True),
+        tokens_of("4 5", ends=True),
         tokens_of("4 5", ends=True),
     ]
     assert guess_numbers([()], [], 1, 2) == []

@@ -1,10 +1,10 @@
 """The last answer of the session as a draft of the next one, where answers are numbers as text.
 
 A policy that is asked at every step answers with nearly the same numbers, moved by the rows that
-were executed since. Up to three chains guess how the text goes on: the last answer moved by those
-rows, the last answer as it was, and what followed there behind the longest run of numbers that were
-just written. Each stands at the number and the digit that is written next, so a wrong digit costs
-one pass and the chains line up again. Everything happens on the host.
+were executed since. Up to three chains guess how the text goes on: what followed in the last answer
+behind the longest run of numbers that were just written, the last answer moved by those rows, and
+the last answer as it was. Each stands at the number and the digit that is written next, so a wrong
+digit costs one pass and the chains line up again. Everything happens on the host.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,7 @@ from deft_policies.decoding.acceptance.numbers import END, SPACE
 from deft_policies.decoding.batch import Batch, Row
 from deft_policies.decoding.drafts import MEMORY, DraftSource
 from deft_policies.decoding.drafts.previous_answer import share_beginnings, tree_of
+from deft_policies.decoding.target import Target
 from deft_policies.decoding.tree import DraftLimits, DraftTree
 
 Number = tuple[int, ...]
@@ -76,7 +77,7 @@ def guess_numbers(
     chains = [rest_of(moved(last, num_executed, action_dim), index, num_digits)]
     run = find_run(last, written, ahead)
     if run is not None:
-        chains.append(rest_of(last, run, num_digits))
+        chains.insert(0, rest_of(last, run, num_digits))
     return [*chains, rest_of(last, index, num_digits)]
 
 
@@ -87,6 +88,9 @@ class PreviousNumbers(DraftSource):
     needs = frozenset({MEMORY})
     capturable = False
 
+    def __init__(self, target: Target) -> None:
+        self._target = target
+
     def draft(self, batch: Batch, limits: DraftLimits) -> DraftTree:
         """One tree of every row's chains, which share what starts alike."""
         grown = [self._grow(row, limits.widest) for row in batch.rows]
@@ -96,6 +100,9 @@ class PreviousNumbers(DraftSource):
         """Tokens and parents of a row's guesses."""
         if row is None or row.is_done or not row.memory.answer:
             return [], []
+        if row.method.is_guarded:
+            # A few stand at a time, or many: where some just did, twice as many are tried.
+            widest = min(widest, max(self._target.text_width, 2 * row.num_kept))
         last = split_numbers(row.memory.answer)
         chains = guess_numbers(last, row.tokens, row.num_executed, row.spec.numbers_in_row)
         depth = row.limit - 1 - row.count

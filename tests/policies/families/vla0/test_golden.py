@@ -95,22 +95,31 @@ def test_lossless_writes_sessions_in_few_passes(name: str) -> None:
     assert np.mean(passes) <= MOST_PASSES[name]
 
 
-def test_a_guarded_pass_carries_as_many_guesses_as_pay_here(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_guarded_answer_takes_few_passes_where_narrow_ones_pay(
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Old numbers stand a few at a time, in the prefill, too."""
+    """Passes are narrow, in the prefill, too, until old numbers stand one after the other."""
     choice = Choice("previous-numbers", "a guard chooses by time")
     monkeypatch.setattr(engine, "_choose", lambda guard, rows: choice)
-    policy = load_policy(ModelOptions(checkpoint=str(GOLDEN / "untied"), decoding="lossless"))
+    policy = load_policy(ModelOptions(checkpoint=str(GOLDEN / name), decoding="lossless"))
     policy.token_model.target.text_width = 8
-    session, memory = variant("untied")["sessions"][0], SessionMemory()
-    for frame in session["frames"][:2]:
-        shown = observe({**frame, "instruction": session["instruction"]})
-        (answer,) = policy.act([ActRequest(shown, memory)])
-        memory, trace = answer.memory, answer.chunk.trace
-    assert trace is not None
-    assert trace.tokens == tuple(frame["generated_ids"])
-    assert max(len(one.tokens) for one in trace.passes) == 8
+    num_passes, widths = [], []
+    for session in variant(name)["sessions"]:
+        memory = SessionMemory()
+        for frame in session["frames"]:
+            shown = observe({**frame, "instruction": session["instruction"]})
+            request = ActRequest(shown, memory, ActOptions(want_trace=True))
+            answer = policy.act([request])[0]
+            trace, memory = answer.chunk.trace, answer.memory
+            assert trace is not None
+            assert trace.tokens == tuple(frame["generated_ids"])
+            if frame is not session["frames"][0]:
+                num_passes.append(trace.num_passes)
+                widths += [(len(one.tokens), one.is_prefill) for one in trace.passes]
+    assert np.mean(num_passes) <= MOST_PASSES[name]
+    assert max(width for width, is_prefill in widths if is_prefill) == 8
+    assert max(width for width, _ in widths) > 64
 
 
 @pytest.mark.parametrize("decoding", ["autoregressive", "lossless", "numbers"])
