@@ -254,17 +254,20 @@ def _unpacked(path: Path) -> list[RunResults]:
         lines = gzip.decompress(read_file(path)).splitlines()
     except (OSError, EOFError, zlib.error) as error:
         raise ResultsError(f"{path} holds no packed results: {error}") from error
-    found: list[tuple[str, RunHeader, list[EpisodeRecord]]] = []
+    found: dict[str, tuple[RunHeader, list[EpisodeRecord]]] = {}
+    current: tuple[RunHeader, list[EpisodeRecord]] | None = None
     for number, line in enumerate(lines, start=1):
         place = f"{path} line {number}"
         if line.startswith(f'{{"{_FOLDER}":'.encode()):
             values = _header_values(line, place)
-            found.append((str(values.pop(_FOLDER)), _checked_header(Path(place), values), []))
-        elif found:
-            found[-1][2].append(decode_record(line, found[-1][1].run, place))
+            folder = str(values.pop(_FOLDER))
+            # A header that comes again goes on with its run: lines may be added at the end.
+            current = found.setdefault(folder, (_checked_header(Path(place), values), []))
+        elif current is not None:
+            current[1].append(decode_record(line, current[0].run, place))
         else:
             raise ResultsError(f"{place}: an episode before the header of its run")
-    return [RunResults(path / name, header, tuple(ones)) for name, header, ones in found]
+    return [RunResults(path / name, one, tuple(records)) for name, (one, records) in found.items()]
 
 
 class ResultsStore:

@@ -18,6 +18,7 @@ from deft_client.libero.errors import (
 from deft_client.libero.results.records import EpisodeRecord, Outcome, decode_record, encode_record
 from deft_client.libero.results.store import (
     ResultsStore,
+    RunResults,
     load_run,
     load_runs,
     pack_runs,
@@ -291,6 +292,16 @@ def test_packed_runs_are_read_as_their_folders_are(tmp_path: Path) -> None:
     store.close()
     unpack_runs(packed, tmp_path / "again")  # what is there is left alone
     assert [len(run.records) for run in load_runs(tmp_path / "again")] == [2, 1]
+
+
+def test_episodes_that_were_packed_later_go_on_with_their_runs(tmp_path: Path) -> None:
+    """The old bytes stay as they are, with the new ones behind them."""
+    runs = [RunResults(tmp_path / name, header(name), (record(trial=1),)) for name in ("a", "b")]
+    first, second, both = (tmp_path / f"{name}.jsonl.gz" for name in ("first", "second", "both"))
+    pack_runs(first, runs)
+    pack_runs(second, [replace(one, records=(record(trial=2),)) for one in runs])
+    both.write_bytes(first.read_bytes() + second.read_bytes())
+    assert [[one.key.trial for one in run.records] for run in load_runs(both)] == [[1, 2], [1, 2]]
 
 
 def test_packed_runs_that_are_damaged_are_refused_with_the_place(tmp_path: Path) -> None:
