@@ -37,6 +37,9 @@ _MOST_ROWS = 8  # that a batch is made for, unless more begin at once
 _WARM_UP_RUNS = 3
 _WARM_UP_TOKENS = 8  # of a text
 _GUARDS_KEPT = 128
+# Tokens between two edits of an old answer: a pass with the widest drafts of the golden sessions
+# writes 8 of a text, and one of a taught policy that writes numbers 5 or 6.
+_EDITS_APART, _NUMBERS_APART = 7, 4
 # What drafts text where a method leaves it to us: actions of the past say nothing of it.
 _TEXT = Plan("previous-answer", (kinds.PREVIOUS_ANSWER,), (kinds.PREVIOUS_ANSWER,))
 _NUMBERS = Plan("previous-numbers", (kinds.PREVIOUS_NUMBERS,), (kinds.PREVIOUS_NUMBERS,))
@@ -194,7 +197,8 @@ class Engine:
         In turn, so that other work on the machine slows all of them down alike.
         """
         if spec.stop is not None:
-            self.target.measure_width(prompts, self._widest)
+            apart = _NUMBERS_APART if spec.numbers_in_row else _EDITS_APART
+            self.target.measure_width(prompts, self._widest, apart)
         plans = dict.fromkeys((*self._plans_for(method, spec), PLAIN))
         if not spec.is_action:
             spec = replace(spec, max_tokens=min(_WARM_UP_TOKENS, spec.max_tokens))

@@ -34,7 +34,6 @@ from deft_policies.model.sizes import TokenRange
 from deft_policies.model.staging import keep_freed_memory, to_device
 
 WIDTHS = (1, 8, 16, 32, 64, 128, 256, 512)  # nodes of a pass: what is recorded; others are padded
-_EDITS_APART = 7  # tokens: a pass with the widest drafts of the golden sessions writes 8
 _TIMED_RUNS = 5
 
 
@@ -217,7 +216,7 @@ class Target:
         scored, logits, kept = found
         return _without_padding(tree, logits, scored), kept[:, :num_positions]
 
-    def measure_width(self, prompts: Prompts, widest: int) -> None:
+    def measure_width(self, prompts: Prompts, widest: int, edits_apart: int) -> None:
         """Find out how much of an old text a pass should carry here.
 
         A pass writes one token and those of the old text up to the next edit. With edits so many
@@ -236,7 +235,7 @@ class Target:
                 fastest_s[width] = min(fastest_s[width], time.perf_counter() - started)
 
         def written_in_a_second(width: int) -> float:
-            written = 1 + _EDITS_APART * (1 - math.exp((1 - width) / _EDITS_APART))
+            written = 1 + edits_apart * (1 - math.exp((1 - width) / edits_apart))
             return written / fastest_s[width]
 
         self.text_width = max(fastest_s, key=written_in_a_second)
