@@ -1,6 +1,7 @@
 """Derives the numbers of headline tables from recorded lines, sharing no code with the product.
 
-Lines are gzipped JSON: a header of each run, which has a `folder`, and an episode a line.
+Lines are gzipped JSON: a header of each run, which has a `folder`, and an episode a line. The
+header may come again before episodes that were added later.
 """
 
 import base64
@@ -80,7 +81,7 @@ def read_runs(path: Path) -> list[Run]:
                 same = {k: v for k, v in options.items() if k not in ("decoding", "radius")}
                 start = (found["suite"], found["assets"], json.dumps(same, sort_keys=True))
                 run = Run(found["name"], found["folder"], options["decoding"], start)
-                runs[found["run"]] = run
+                runs.setdefault(found["run"], run)
             else:
                 key = (found["suite"], found["task"], found["trial"])
                 runs[found["run"]].episodes[key] = found  # type: ignore[index]
