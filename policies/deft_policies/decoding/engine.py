@@ -63,7 +63,7 @@ class DraftModels:
             kinds.EXTRAPOLATION: lambda method: session.Extrapolation(target.action_tokens),
             kinds.NGRAM: lambda method: session.NgramLookup(),
             kinds.RECYCLED: lambda method: session.JacobiDrafts(),
-            kinds.PREVIOUS_ANSWER: lambda method: PreviousAnswer(),
+            kinds.PREVIOUS_ANSWER: lambda method: PreviousAnswer(target),
             kinds.PREVIOUS_NUMBERS: lambda method: PreviousNumbers(target),
             kinds.TOKEN_RECYCLING: lambda method: session.TokenRecycling(target),
         }

@@ -11,7 +11,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from deft_policies.decoding import kinds
 from deft_policies.decoding.acceptance.rule import ExactMatch, ScoredTree
 from deft_policies.decoding.batch import Batch, Pass
 from deft_policies.decoding.clock import Stage
@@ -96,11 +95,7 @@ class Round:
         shape = self.plan.shape
         if not drafts or (depth <= 0 and not shape.is_full_depth):
             return rows.root_tree(roots)
-        widest, plan = self.batch.widest, self.plan.kinds
-        # Of a text much may stand in the prefill.
-        if self.method.is_guarded and kinds.PREVIOUS_ANSWER in plan and rows.last is not None:
-            widest = min(widest, self.target.text_width)
-        limits = DraftLimits(roots, shape, depth, widest)
+        limits = DraftLimits(roots, shape, depth, self.batch.widest)
         found = [(one.kind, one.draft(rows, limits)) for one in drafts]
         return merge(found, limits, trims=self.target.reads_lengths)
 

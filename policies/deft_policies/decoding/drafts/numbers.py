@@ -74,11 +74,10 @@ def guess_numbers(
     written = split_numbers(tokens)
     index, num_digits = len(written) - 1, len(written[-1])
     ahead = num_executed * action_dim
-    chains = [rest_of(moved(last, num_executed, action_dim), index, num_digits)]
     run = find_run(last, written, ahead)
-    if run is not None:
-        chains.insert(0, rest_of(last, run, num_digits))
-    return [*chains, rest_of(last, index, num_digits)]
+    behind_run = [] if run is None else [rest_of(last, run, num_digits)]
+    of_moved = rest_of(moved(last, num_executed, action_dim), index, num_digits)
+    return [*behind_run, of_moved, rest_of(last, index, num_digits)]
 
 
 class PreviousNumbers(DraftSource):

@@ -22,7 +22,7 @@ from torch import Tensor
 from deft_policies.decoding import kinds
 from deft_policies.decoding.batch import Batch, Row
 from deft_policies.decoding.drafts import MEMORY, PREDICTIONS, DraftSource
-from deft_policies.decoding.target import Prompts
+from deft_policies.decoding.target import Prompts, Target
 from deft_policies.decoding.tree import DraftLimits, DraftTree
 from deft_policies.model.staging import to_device
 
@@ -112,7 +112,8 @@ class PreviousAnswer(DraftSource):
     needs = frozenset({MEMORY, PREDICTIONS})
     capturable = False
 
-    def __init__(self) -> None:
+    def __init__(self, target: Target) -> None:
+        self._target = target
         self._alignments: dict[Row, Alignment] = {}
 
     def allocate(self, batch: Batch) -> None:
@@ -136,6 +137,8 @@ class PreviousAnswer(DraftSource):
         alignment = None if row is None else self._alignments.get(row)
         if row is None or alignment is None or row.is_done:
             return [], []
+        if row.method.is_guarded and row.records:  # much may stand in the prefill
+            widest = min(widest, self._target.text_width)
         guessed = alignment.drafted
         is_ours = row.drafted[1 : len(guessed) + 1] == guessed  # not another source's
         alignment.take(row.tokens, row.predictions if is_ours else ())
