@@ -12,6 +12,7 @@ from pathlib import Path
 from tests.server.certificates import make_certificate
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "nginx"
+WEBSOCKETS_ALONE = '"~*^websocket$" websocket;'
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,12 @@ def nginx_before(
     streams: int = 64,
     closes_plain: bool = False,
     upstream: str = "upstream.conf",
+    hands_on_upgrades: bool = False,
 ) -> Iterator[Proxy]:
-    """Our files as they are, but for addresses and, where told, times, connections, plain HTTP."""
+    """Our files as they are, but for addresses and, where told, times, connections, plain HTTP.
+
+    With `hands_on_upgrades` a client's `Upgrade` is handed on whatever it offers, as many do.
+    """
     certificate, key = make_certificate(folder)
     proxy = Proxy(_free_port(), _free_port(), certificate)
     servers = (FOLDER / upstream).read_text()
@@ -48,6 +53,9 @@ def nginx_before(
     deft = deft.replace("/etc/nginx/deft", str(folder))
     deft = re.sub(r"client_(header|body)_timeout 10s", rf"client_\1_timeout {timeout_s}s", deft)
     deft = deft.replace("deft_streams 64", f"deft_streams {streams}")
+    if hands_on_upgrades:
+        assert WEBSOCKETS_ALONE in deft
+        deft = deft.replace(WEBSOCKETS_ALONE, '"~." $http_upgrade;')
     tls = (FOLDER / "tls.conf.example").read_text()
     tls = tls.replace("listen 443 ssl;", f"listen 127.0.0.1:{proxy.tls_port} ssl;")
     if not closes_plain:

@@ -70,6 +70,20 @@ class FakePolicy:
 
 
 @dataclass(eq=False)
+class EchoPolicy(FakePolicy):
+    """Answers with the frame's first pixel, so that a test can see whose frame it was."""
+
+    takes_s: float = 0.0  # for a batch
+
+    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
+        time.sleep(self.takes_s)
+        return super().act(batch)
+
+    def answer(self, request: ActRequest) -> ActionChunk:
+        return ActionChunk(np.full((1, 7), float(request.observation.image[0, 0, 0])))
+
+
+@dataclass(eq=False)
 class ThinkingPolicy(FakePolicy):
     """Writes the instruction before it acts; when told to "ponder", it writes and does nothing."""
 

@@ -128,19 +128,66 @@ class _CountedConnection:
             self._timer = None
 
 
+class _UpgradeIgnoringParser:
+    """httptools' parser, to which an offer of another protocol than WebSocket is no reason to stop.
+
+    On its own it takes what follows the head of such a request for the other protocol: it drops the
+    body, or parses it as the next request. The head is parsed again without its `Upgrade`, and what
+    follows as the rest of the same request.
+    """
+
+    def __init__(self, parser: Any, protocol: "_BoundedHeaders") -> None:
+        self._parser = parser
+        self._protocol = protocol
+        self._stops: type[Exception] = import_module("httptools").HttpParserUpgrade
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parser, name)
+
+    def feed_data(self, data: bytes) -> None:
+        """Parse what arrived; raise for what cannot be parsed, and at the end of a handshake."""
+        rest = memoryview(data)
+        while True:
+            try:
+                self._parser.feed_data(rest)
+                return
+            except self._stops as stop:
+                if not self._protocol.is_foreign_upgrade():
+                    raise
+                rest = rest[stop.args[0] :]
+            self._parser.feed_data(self._protocol.head_without_upgrade())
+
+
 class _BoundedHeaders:
     """Bounds what httptools does not. The parser's callbacks are called within `data_received`."""
 
     bounds: ConnectionBounds
     transport: Any
+    parser: Any
     pipeline: Any
     url: bytes
+    headers: list[tuple[bytes, bytes]]
 
     _num_headers = 0
     _num_header_bytes = 0
     _num_idle_bytes = 0  # since the last that was part of a body, or began a request
     _has_progressed = False
     _refusal: bytes | None = None
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.parser = _UpgradeIgnoringParser(self.parser, self)
+
+    def is_foreign_upgrade(self) -> bool:
+        """Whether the request whose head was parsed offers another protocol than WebSocket."""
+        return self.parser.should_upgrade() and not self._should_upgrade()  # type: ignore[attr-defined]
+
+    def head_without_upgrade(self) -> bytes:
+        """Return the head of the request whose headers were parsed, without its offer."""
+        version = self.parser.get_http_version().encode()
+        lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
+        lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join((*lines, b"", b""))
 
     def data_received(self, data: bytes) -> None:
         self._has_progressed = False
@@ -183,7 +230,15 @@ class _BoundedHeaders:
                 "429 Too Many Requests", f"at most {MAX_PIPELINED} requests may wait for an answer"
             )
             raise BeyondBoundsError
-        super().on_headers_complete()  # type: ignore[misc]
+        if self.parser.get_method() == b"CONNECT":
+            self._refusal = _refusal("405 Method Not Allowed", "this server opens no tunnels")
+            raise BeyondBoundsError
+        if not self.is_foreign_upgrade():  # or else the head comes once more
+            super().on_headers_complete()  # type: ignore[misc]
+
+    def on_message_complete(self) -> None:
+        if not self.is_foreign_upgrade():
+            super().on_message_complete()  # type: ignore[misc]
 
     def on_body(self, body: bytes) -> None:
         self._has_progressed = True
