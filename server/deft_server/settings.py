@@ -124,7 +124,7 @@ class Settings(BaseModel):
     max_body_bytes: Count = Field(default=16 * 1024 * 1024, description="largest body or message")
     max_total_bytes: Count = Field(
         default=32 * 1024**2,
-        description="largest sum of all bodies, messages and large decoded frames in hand",
+        description="largest sum of all bodies, messages and decoded pictures in hand",
     )
     max_header_bytes: int = Field(
         default=32 * 1024, ge=1024, description="largest sum of a request's headers and trailers"

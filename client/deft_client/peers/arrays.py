@@ -4,7 +4,8 @@ Only plain numbers are built, and a shape is compared with the bytes that are re
 anything is allocated. Packs and unpacks the msgpack of openpi and of vla-eval.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, product
 from typing import Any
@@ -29,7 +30,14 @@ from deft_client.wire.fields import (
     WireLimits,
     brief,
 )
-from deft_client.wire.images import array_over, check_image_size, decode_image, read_shape
+from deft_client.wire.images import (
+    array_over,
+    check_image_size,
+    claim_pixels,
+    claimed_size,
+    decode_image,
+    read_shape,
+)
 from deft_client.wire.msgpack_codec import UNREADABLE, check_bytes, counter
 
 # Every spelling numpy itself writes for booleans, integers and floats of up to eight bytes.
@@ -63,26 +71,55 @@ def build_array(data: object, dtype: object, shape: object, field: str) -> NDArr
     return values.view(np.uint8) != 0 if kind.kind == "b" else values
 
 
+@dataclass(frozen=True)
+class EncodedPicture:
+    """A PNG or JPEG in a message. It is decoded where a camera is read, and nowhere else."""
+
+    data: bytes
+
+
+def has_pictures(fields: Mapping[str, object]) -> bool:
+    """Would reading the cameras of a message decode a PNG or JPEG, and so take a while?"""
+    maps = (value.values() for value in fields.values() if isinstance(value, dict))
+    return any(isinstance(value, EncodedPicture) for value in chain(fields.values(), *maps))
+
+
 _GREY_OR_COLOUR = (1, 2, 3, 4)  # grey, grey + alpha, RGB, RGB + alpha
 
 
-def read_frame(value: object, field: str, limits: WireLimits) -> Image:
+def read_frame(value: object, field: str, context: ReadContext) -> Image:
     """Return an 8-bit picture as RGB; greyscale is repeated, transparency dropped."""
+    return _judged(value, field, context)()
+
+
+def read_frames(pictures: Iterable[tuple[str, object]], context: ReadContext) -> list[Image]:
+    """Return the pictures of a message, given with their fields; judge all, then decode them."""
+    return [decode() for decode in [_judged(value, field, context) for field, value in pictures]]
+
+
+def _judged(value: object, field: str, context: ReadContext) -> Callable[[], Image]:
+    """Return what decodes a picture that may be used."""
+    if isinstance(value, EncodedPicture):
+        claim_pixels(*claimed_size(value.data, field), field, context)
+        return partial(decode_image, value.data, field, context.limits)
     if not isinstance(value, np.ndarray):
         raise UnusableValueError(field, f"must be an encoded uint8 array, got {brief(value)}")
     if value.dtype != np.uint8 or value.ndim not in (2, 3):
         raise UnusableValueError(
             field, f"must be uint8 [height, width, 3], got {value.dtype} {list(value.shape)}"
         )
-    check_image_size(value.shape[0], value.shape[1], field, limits)
+    height, width = value.shape[:2]
+    check_image_size(height, width, field, context.limits)
     if value.ndim == 2:
         value = value[:, :, None]
     channels = value.shape[2]
     if channels not in _GREY_OR_COLOUR:
         raise UnusableValueError(f"{field}.shape", f"must have 1 to 4 channels, got {channels}")
     if channels < 3:
-        return np.repeat(value[:, :, :1], 3, axis=2)
-    return value if channels == 3 else np.ascontiguousarray(value[:, :, :3])
+        claim_pixels(height, width, field, context)
+        return partial(np.repeat, value[:, :, :1], 3, axis=2)
+    colours: Image = value if channels == 3 else np.ascontiguousarray(value[:, :, :3])
+    return lambda: colours
 
 
 def read_state(value: object, field: str, limits: WireLimits) -> NDArray[np.float32]:
@@ -177,18 +214,9 @@ _ARRAYS = (
 _SCALARS: dict[str, tuple[type, ...]] = {"b": (bool,), "i": (int,), "u": (int,), "f": (int, float)}
 
 
-class PictureFoundError(Exception):
-    """There is a PNG or JPEG in the frame, and decoding it takes too long to do it here."""
-
-
-def unpack(
-    frame: bytes, limits: WireLimits = DEFAULT_LIMITS, decodes_pictures: bool = True
-) -> object:
-    """Return what a frame says, arrays and pictures rebuilt.
-
-    Without `decodes_pictures` it is quick, and raises `PictureFoundError` where there is one.
-    """
-    return unpack_maps(frame, limits, partial(_revive, limits, decodes_pictures))
+def unpack(frame: bytes, limits: WireLimits = DEFAULT_LIMITS) -> object:
+    """Return what a frame says, arrays rebuilt; a PNG or JPEG is an `EncodedPicture`."""
+    return unpack_maps(frame, limits, partial(_revive, limits))
 
 
 def unpack_maps(frame: bytes, limits: WireLimits, revive: Callable[[Entries], object]) -> object:
@@ -220,7 +248,7 @@ def pack_with_text_keys(value: object) -> bytes:
     return bytes(msgpack.packb(value, default=_vla_eval_form))
 
 
-def _revive(limits: WireLimits, decodes_pictures: bool, entries: Entries) -> object:
+def _revive(limits: WireLimits, entries: Entries) -> object:
     """Return the array, scalar or picture that a marked map stands for, or the map."""
     for mark, data, dtype, shape in _ARRAYS:
         if entries.get(mark) is True:
@@ -228,11 +256,11 @@ def _revive(limits: WireLimits, decodes_pictures: bool, entries: Entries) -> obj
     if b"__npgeneric__" in entries:
         return _scalar(entries.get(b"data"), entries.get(b"dtype"))
     if "__image__" in entries:
-        return _picture(entries, limits, decodes_pictures)
+        return _picture(entries, limits)
     return entries
 
 
-def _picture(entries: Entries, limits: WireLimits, decodes_pictures: bool) -> object:
+def _picture(entries: Entries, limits: WireLimits) -> object:
     form, data = entries.get("format"), entries.get("data")
     if not isinstance(data, bytes):
         raise MalformedMessageError("image.data", f"must be bytes, got {brief(data)}")
@@ -245,9 +273,7 @@ def _picture(entries: Entries, limits: WireLimits, decodes_pictures: bool) -> ob
         check_image_size(pixels.shape[0], pixels.shape[1], "image", limits)
         return pixels
     if form in ("png", "jpeg"):
-        if not decodes_pictures:
-            raise PictureFoundError
-        return decode_image(data, "image", limits)
+        return EncodedPicture(data)
     raise UnsupportedMessageError("image.format", f"must be png, jpeg or raw, got {brief(form)}")
 
 

@@ -13,16 +13,17 @@ from deft_client.peers.arrays import (
     missing,
     read_actions,
     read_cameras,
-    read_frame,
+    read_frames,
     read_state,
     read_text,
     take,
 )
-from deft_client.types import ActionChunk, Image, Observation, StageTimings
-from deft_client.wire.fields import WireLimits, brief
+from deft_client.types import ActionChunk, Observation, StageTimings
+from deft_client.wire.fields import ReadContext, WireLimits, brief
 from deft_client.wire.messages import ActMessage
 
 Fields = Mapping[str, object]
+_Picture = tuple[str, object]  # with its field, for complaints
 
 # LIBERO, DROID and a plain key, in the order in which openpi's own configurations use them.
 _IMAGES = ("observation/image", "observation/exterior_image_1_left", "image")
@@ -54,30 +55,32 @@ def read_answer(answer: object) -> ActionChunk:
     return ActionChunk(actions, StageTimings(total_ms=total_ms))
 
 
-def openpi_request(fields: Fields, limits: WireLimits) -> ActMessage:
+def openpi_request(fields: Fields, context: ReadContext) -> ActMessage:
     """Read a LIBERO, DROID or ALOHA observation of openpi."""
-    prompt = read_text(take(fields, "prompt"), "prompt", limits)
-    cameras: dict[str, Image] = {}
+    prompt = read_text(take(fields, "prompt"), "prompt", context.limits)
+    main, cameras = _pictures(fields, context.limits)
+    image, *others = read_frames([main, *cameras.values()], context)
+    frames = dict(zip(cameras, others, strict=True))
+    return ActMessage(Observation(image, prompt, frames, _state(fields, context.limits)))
+
+
+def _pictures(fields: Fields, limits: WireLimits) -> tuple[_Picture, dict[str, _Picture]]:
+    """Return the main picture and those of further cameras, none of them decoded."""
+    cameras: dict[str, _Picture] = {}
     if "images" in fields:
-        image, cameras = _aloha_frames(fields["images"], limits)
+        for camera, value in read_cameras(fields["images"], limits).items():
+            cameras[camera] = _picture(value, "images")
+        is_aloha = _ALOHA_MAIN_CAMERA in cameras
+        main = cameras.pop(_ALOHA_MAIN_CAMERA if is_aloha else next(iter(cameras)))
     else:
         name = next((name for name in _IMAGES if name in fields), None)
         if name is None:
             raise missing(" or ".join(_IMAGES), fields)
-        image = _read_frame(fields[name], name, limits)
+        main = _picture(fields[name], name)
     for name in _WRISTS:
         if name in fields:
-            cameras["wrist"] = _read_frame(fields[name], name, limits)
-    return ActMessage(Observation(image, prompt, cameras, _state(fields, limits)))
-
-
-def _aloha_frames(value: object, limits: WireLimits) -> tuple[Image, dict[str, Image]]:
-    frames = {
-        name: _read_frame(one, "images", limits)
-        for name, one in read_cameras(value, limits).items()
-    }
-    main = _ALOHA_MAIN_CAMERA if _ALOHA_MAIN_CAMERA in frames else next(iter(frames))
-    return frames.pop(main), frames
+            cameras["wrist"] = _picture(fields[name], name)
+    return main, cameras
 
 
 def _state(fields: Fields, limits: WireLimits) -> NDArray[np.float32] | None:
@@ -88,14 +91,14 @@ def _state(fields: Fields, limits: WireLimits) -> NDArray[np.float32] | None:
     return np.concatenate(parts) if parts else None
 
 
-def _read_frame(value: object, field: str, limits: WireLimits) -> Image:
+def _picture(value: object, field: str) -> _Picture:
     """Return a picture as openpi's transforms see it: floats in [0, 1] and channels first too."""
     if isinstance(value, np.ndarray) and value.ndim == 3:
         if value.dtype.kind == "f":
             value = _from_unit_range(value, field)
         if value.shape[0] == 3 and value.shape[2] != 3:
             value = np.ascontiguousarray(np.moveaxis(value, 0, 2))
-    return read_frame(value, field, limits)
+    return field, value
 
 
 def _from_unit_range(value: NDArray[np.generic], field: str) -> NDArray[np.uint8]:

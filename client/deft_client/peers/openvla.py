@@ -25,7 +25,7 @@ from deft_client.peers.arrays import (
     take,
 )
 from deft_client.types import ActOptions, Image, Observation
-from deft_client.wire.fields import DEFAULT_LIMITS, WireLimits, brief, decode_base64
+from deft_client.wire.fields import DEFAULT_LIMITS, ReadContext, WireLimits, brief, decode_base64
 from deft_client.wire.json_codec import check_json
 from deft_client.wire.messages import ActMessage
 
@@ -109,9 +109,10 @@ def encode_reply(value: NDArray[np.float64] | list[NDArray[np.float64]], is_enco
     return json.dumps(plain, separators=(",", ":")).encode()
 
 
-def openvla_request(fields: Mapping[str, object], limits: WireLimits) -> ActMessage:
+def openvla_request(fields: Mapping[str, object], context: ReadContext) -> ActMessage:
     """Read what OpenVLA's `deploy.py` takes; unknown fields are ignored, as there."""
-    image = read_frame(take(fields, "image"), "image", limits)
+    limits = context.limits
+    image = read_frame(take(fields, "image"), "image", context)
     instruction = read_text(take(fields, "instruction"), "instruction", limits)
     key = read_name(fields.get("unnorm_key"), "unnorm_key", limits)
     return ActMessage(Observation(image, instruction), ActOptions(statistics_key=key))
@@ -126,20 +127,21 @@ def openvla_fields(
     return {"image": image, "instruction": observation.instruction, **key}
 
 
-def oft_request(fields: Mapping[str, object], limits: WireLimits) -> ActMessage:
+def oft_request(fields: Mapping[str, object], context: ReadContext) -> ActMessage:
     """Read what OpenVLA-OFT's server takes: every field with `wrist` in its name is a camera."""
-    image = _read_colour_frame(take(fields, "full_image"), "full_image", limits)
+    limits = context.limits
+    image = _read_colour_frame(take(fields, "full_image"), "full_image", context)
     instruction = read_text(take(fields, "instruction"), "instruction", limits)
     wrists = [name for name in fields if "wrist" in name]
     check_camera_count(len(wrists), limits)
-    cameras = {name: _read_colour_frame(fields[name], name, limits) for name in wrists}
+    cameras = {name: _read_colour_frame(fields[name], name, context) for name in wrists}
     state = read_state(fields["state"], "state", limits) if "state" in fields else None
     return ActMessage(Observation(image, instruction, cameras, state))
 
 
-def _read_colour_frame(value: object, field: str, limits: WireLimits) -> Image:
+def _read_colour_frame(value: object, field: str, context: ReadContext) -> Image:
     """Return a picture with three channels: OFT's server, unlike OpenVLA's, takes no others."""
-    image = read_frame(value, field, limits)
+    image = read_frame(value, field, context)
     if image is not value:
         assert isinstance(value, np.ndarray)  # nothing else is read as a picture
         found = list(value.shape)

@@ -22,7 +22,7 @@ from deft_client.peers.arrays import (
     take,
 )
 from deft_client.types import ActionChunk, Image, Observation
-from deft_client.wire.fields import WireLimits, brief, decode_base64
+from deft_client.wire.fields import ReadContext, brief, decode_base64
 from deft_client.wire.images import array_over
 from deft_client.wire.messages import ActMessage, problem_fields
 
@@ -30,14 +30,15 @@ _PICTURES = "base64_rgb"
 _MOST_HEADER = 1024  # bytes of a .npy file before its numbers
 
 
-def vla0_request(fields: Mapping[str, object], limits: WireLimits) -> ActMessage:
+def vla0_request(fields: Mapping[str, object], context: ReadContext) -> ActMessage:
     """Read what VLA-0's server takes: the frame, then wrist cameras."""
+    limits = context.limits
     texts = take(fields, _PICTURES)
     if not isinstance(texts, list) or not texts:
         raise UnusableValueError(_PICTURES, f"must be a list of pictures, got {brief(texts)}")
     check_camera_count(len(texts), limits)
     image, *wrists = (
-        _read_npy(text, f"{_PICTURES}[{number}]", limits) for number, text in enumerate(texts)
+        _read_npy(text, f"{_PICTURES}[{number}]", context) for number, text in enumerate(texts)
     )
     instruction = take(fields, "instr")
     if instruction is None:
@@ -49,7 +50,7 @@ def vla0_request(fields: Mapping[str, object], limits: WireLimits) -> ActMessage
     return ActMessage(Observation(image, read_text(instruction, "instr", limits), cameras, state))
 
 
-def _read_npy(text: object, field: str, limits: WireLimits) -> Image:
+def _read_npy(text: object, field: str, context: ReadContext) -> Image:
     """A picture of a .npy file, whose header is read before anything is allocated."""
     if not isinstance(text, str):
         raise UnusableValueError(field, f"must be base64 of a .npy file, got {brief(text)}")
@@ -57,7 +58,7 @@ def _read_npy(text: object, field: str, limits: WireLimits) -> Image:
         data = decode_base64(text)
     except ValueError as error:
         raise MalformedMessageError(field, f"not base64: {error}") from None
-    if len(data) > 4 * limits.max_image_pixels + _MOST_HEADER:
+    if len(data) > 4 * context.limits.max_image_pixels + _MOST_HEADER:
         raise MessageTooLargeError(field, f"{len(data)} bytes")
     file = BytesIO(data)
     try:
@@ -71,7 +72,7 @@ def _read_npy(text: object, field: str, limits: WireLimits) -> Image:
             field, f"must be uint8 [height, width, 3] in C order, got {dtype} {list(shape)}"
         )
     pixels = array_over(data[file.tell() :], dtype, list(shape), field)
-    return read_frame(pixels, field, limits)
+    return read_frame(pixels, field, context)
 
 
 def encode_actions(chunk: ActionChunk) -> bytes:

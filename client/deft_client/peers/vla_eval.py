@@ -7,7 +7,7 @@ from enum import Enum
 from deft_client.peers.arrays import (
     pack_with_text_keys,
     read_cameras,
-    read_frame,
+    read_frames,
     read_state,
     read_text,
     take,
@@ -16,7 +16,6 @@ from deft_client.types import Observation
 from deft_client.wire.fields import (
     Kind,
     ReadContext,
-    WireLimits,
     as_map,
     record_of,
     unusable,
@@ -90,10 +89,12 @@ _MESSAGE = record_of(
 )
 
 
-def vla_eval_request(payload: Mapping[str, object], limits: WireLimits) -> ActMessage:
+def vla_eval_request(payload: Mapping[str, object], context: ReadContext) -> ActMessage:
     """Read an observation of the vla-eval harness: named images, the first or `agentview` leads."""
+    limits = context.limits
     images = read_cameras(take(payload, "images"), limits)
-    frames = {name: read_frame(one, "images", limits) for name, one in images.items()}
+    pictures = read_frames([("images", one) for one in images.values()], context)
+    frames = dict(zip(images, pictures, strict=True))
     main = "agentview" if "agentview" in frames else next(iter(frames))
     image = frames.pop(main)
     text = read_text(take(payload, "task_description"), "task_description", limits)

@@ -59,13 +59,21 @@ T = TypeVar("T")
 EnumT = TypeVar("EnumT", bound=Enum)
 
 
+def _hold_nothing(num_bytes: int) -> None:
+    """Nobody bounds what all messages hold together."""
+
+
 @dataclass
 class ReadContext:
-    """How one message is read: in JSON, bytes are base64 and arrays may be lists of numbers."""
+    """How one message is read: in JSON, bytes are base64 and arrays may be lists of numbers.
+
+    `hold` is told how many bytes a picture will take before it is decoded, and may raise.
+    """
 
     limits: WireLimits = DEFAULT_LIMITS
     is_json: bool = False
-    num_claimed: int = 0  # pixels of its PNGs and JPEGs so far
+    hold: Callable[[int], None] = _hold_nothing
+    num_claimed: int = 0  # pixels of the pictures so far that take more memory than their message
 
 
 @dataclass(frozen=True)

@@ -240,6 +240,23 @@ def check_image_size(height: int, width: int, field: str, limits: WireLimits) ->
         )
 
 
+def claim_pixels(height: int, width: int, field: str, context: ReadContext) -> None:
+    """Refuse a picture that would take more memory than its message may have; hold what it takes.
+
+    The pictures of a message may together have no more pixels than one may have alone.
+    """
+    check_image_size(height, width, field, context.limits)
+    most = context.limits.max_image_pixels
+    context.num_claimed += height * width
+    if context.num_claimed > most:
+        raise MessageTooLargeError(
+            field,
+            f"with it the message's pictures have {context.num_claimed} pixels; at most {most} "
+            "together are taken: scale them down",
+        )
+    context.hold(3 * height * width)
+
+
 def claimed_size(data: bytes, field: str) -> tuple[int, int]:
     """Return height and width as the header states them."""
     if data.startswith(PNG_SIGNATURE):

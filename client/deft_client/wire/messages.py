@@ -4,7 +4,6 @@
 read the maps, and the server's OpenAPI document is made of them. Fields that are None are left out.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -58,6 +57,7 @@ from deft_client.wire.images import (
     array,
     array_parts,
     check_image_size,
+    claim_pixels,
     claimed_size,
     decode_image,
     encode_image,
@@ -240,18 +240,8 @@ def _read_image(value: object, where: str, context: ReadContext) -> Image | part
 
 
 def _claim(data: bytes, where: str, context: ReadContext) -> partial[Image]:
-    """Return how to decode a picture once all is read that might be refused.
-
-    The pictures of a message may together have no more pixels than one may have alone.
-    """
-    most, is_first = context.limits.max_image_pixels, not context.num_claimed
-    context.num_claimed += math.prod(claimed_size(data, where))
-    if context.num_claimed > most and not is_first:
-        raise MessageTooLargeError(
-            where,
-            f"with it the message's pictures have {context.num_claimed} pixels; at most {most} "
-            "together are taken: scale them down",
-        )
+    """Return how to decode a picture once all is read that might be refused."""
+    claim_pixels(*claimed_size(data, where), where, context)
     return partial(decode_image, data, where, context.limits)
 
 

@@ -27,14 +27,14 @@ from deft_client.peers.openvla import (
     openvla_request,
 )
 from deft_client.types import ActionChunk
-from deft_client.wire.fields import WireLimits
+from deft_client.wire.fields import ReadContext
 from deft_client.wire.json_codec import count_of
 from deft_client.wire.messages import ActMessage
 from deft_policies.errors import PolicyError
 from deft_server.compat.profiles import prepared, staying
 from deft_server.errors import CallerGoneError, ServerError
 from deft_server.http.frame_bodies import read_body
-from deft_server.http.gate import caller_of
+from deft_server.http.gate import caller_of, exchange_of
 from deft_server.http.problems import describe
 from deft_server.http.routes import PlainRoute
 from deft_server.http.watches import CallerWatch
@@ -85,7 +85,8 @@ def build_peer_act_route(service: Service) -> PlainRoute:
 
     async def answer(request: Request, body: bytes, caller: Caller, arrived_s: float) -> bytes:
         await service.admit(caller)
-        decode = partial(_decode, body, profile, limits)
+        context = ReadContext(limits, hold=exchange_of(request.scope).hold)
+        decode = partial(_decode, body, profile, context)
         parsed, message = decode() if _is_quick(body) else await service.threads.run(decode)
         session = read_name(request.headers.get(SESSION_HEADER), SESSION_HEADER, limits)
         message = await prepared(message, chain, service)
@@ -118,9 +119,9 @@ class _NoBodyError(NotAnObjectError):
     """The body is empty."""
 
 
-def _decode(body: bytes, profile: ActProfile, limits: WireLimits) -> tuple[ActBody, ActMessage]:
-    parsed = decode_act_body(body, limits)
-    return parsed, _READERS[profile](parsed.fields, limits)
+def _decode(body: bytes, profile: ActProfile, context: ReadContext) -> tuple[ActBody, ActMessage]:
+    parsed = decode_act_body(body, context.limits)
+    return parsed, _READERS[profile](parsed.fields, context)
 
 
 def _is_quick(body: bytes) -> bool:

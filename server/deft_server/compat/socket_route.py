@@ -9,7 +9,7 @@ vLLM-Omni has a path of its own, because its answers have another shape than ope
 import time
 import uuid
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import numpy as np
@@ -18,7 +18,7 @@ from starlette.routing import WebSocketRoute
 from starlette.types import Receive, Scope, Send
 
 from deft_client.errors import MalformedMessageError, Problem, UnusableValueError, WireError
-from deft_client.peers.arrays import PictureFoundError, pack, read_name, unpack
+from deft_client.peers.arrays import has_pictures, pack, read_name, unpack
 from deft_client.peers.conventions import ARM_DIMENSIONS, OPENPI, REALTIME, VLA_EVAL
 from deft_client.peers.openpi import openpi_request
 from deft_client.peers.vla_eval import (
@@ -30,7 +30,7 @@ from deft_client.peers.vla_eval import (
     vla_eval_request,
 )
 from deft_client.types import ActionChunk, ActOptions, ServerInfo
-from deft_client.wire.fields import brief
+from deft_client.wire.fields import ReadContext, brief
 from deft_client.wire.messages import ActMessage
 from deft_policies.errors import PolicyError
 from deft_server.compat.profiles import in_convention, prepared, staying
@@ -45,6 +45,7 @@ _ROTATION = {"name": "rotation", "dims": 3, "format": "axis_angle", "range": [-3
 _GRIPPER = {"name": "gripper", "dims": 1, "format": "binary_close_positive", "range": [-1, 1]}
 _LANGUAGE = {"name": "language", "dims": 0, "format": "language"}
 _STATE = {"name": "state", "dims": 8, "format": "eef_pos3_axisangle3_gripper2"}
+ReadFrame = Callable[[Mapping[str, object], ReadContext], ActMessage]
 PLAN_LASTS_S = 60.0  # without an observation; a simulator may take seconds for a step
 
 
@@ -180,6 +181,7 @@ class _PeerSocket(RobotSocket):
 
     async def answer(self, data: bytes, arrived_s: float) -> bytes | None:
         value = await self.unpacked(data)
+        del data
         if looks_like_message(value):
             return await self._answer_vla_eval(read_message(value), arrived_s)
         return await self._answer_openpi(_fields(value), arrived_s)
@@ -194,19 +196,20 @@ class _PeerSocket(RobotSocket):
         self.service.reset(self.session_id, self.caller)
 
     async def unpacked(self, data: bytes) -> object:
-        """Return a message as values, decoding pictures on a thread; bad ones count, too."""
+        """Return a message as values; bad ones count for the caller's rate, too."""
         try:
-            try:
-                return unpack(data, self.limits, decodes_pictures=False)
-            except PictureFoundError:
-                return await self.service.threads.run(partial(unpack, data, self.limits))
+            return unpack(data, self.limits)
         except WireError:
             await self.service.admit(self.caller)
             raise
 
-    async def act(self, message: ActMessage, arrived_s: float) -> ActionChunk:
-        """Answer an observation."""
+    async def act(
+        self, read: ReadFrame, fields: Mapping[str, object], arrived_s: float
+    ) -> ActionChunk:
+        """Answer the observation that `read` finds in the fields of a message."""
         await self.service.admit(self.caller)
+        work = partial(read, fields, self.read_context())
+        message = await self.service.threads.run(work) if has_pictures(fields) else work()
         chain = self.service.settings.socket_image_chain
         message = await prepared(message, chain, self.service)
         return await self.service.act(message.observation, self._options, self.caller, arrived_s)
@@ -215,7 +218,7 @@ class _PeerSocket(RobotSocket):
         if _endpoint(fields) == "reset":
             self.end_episode()
             return _ENDED_EPISODE
-        chunk = await self.act(openpi_request(fields, self.limits), arrived_s)
+        chunk = await self.act(openpi_request, fields, arrived_s)
         spent_ms = (time.monotonic() - arrived_s) * 1000
         timings = chunk.timings
         policy_ms = timings.total_ms - timings.queue_ms - timings.wire_ms
@@ -239,8 +242,7 @@ class _PeerSocket(RobotSocket):
         try:
             action = self._plan.next_action(message, arrived_s)
             if action is None:
-                request = vla_eval_request(message.payload, self.limits)
-                chunk = await self.act(request, arrived_s)
+                chunk = await self.act(vla_eval_request, message.payload, arrived_s)
                 actions = in_convention(chunk.actions, VLA_EVAL, self.service.info)
                 action = self._plan.follow(actions)
             kind, payload = MessageType.ACTION, {"actions": action}
@@ -261,6 +263,7 @@ class _RealtimeSocket(_PeerSocket):
 
     async def answer(self, data: bytes, arrived_s: float) -> bytes:
         fields = _fields(await self.unpacked(data))
+        del data
         endpoint = _endpoint(fields)
         session = read_name(fields.get("session_id"), "session_id", self.limits)
         if endpoint == "reset" or session != self._named_session:
@@ -268,7 +271,7 @@ class _RealtimeSocket(_PeerSocket):
             self._named_session = session
         if endpoint == "reset":
             return _ENDED_EPISODE
-        chunk = await self.act(openpi_request(fields, self.limits), arrived_s)
+        chunk = await self.act(openpi_request, fields, arrived_s)
         actions = in_convention(chunk.actions, REALTIME, self.service.info)
         return pack(actions.astype(np.float32))
 

@@ -28,14 +28,14 @@ from deft_client.peers.vla0 import (
     vla0_request,
 )
 from deft_client.types import ActionChunk
-from deft_client.wire.fields import WireLimits
+from deft_client.wire.fields import ReadContext
 from deft_client.wire.messages import ActMessage
 from deft_policies.base import OnActions
 from deft_policies.errors import PolicyError
 from deft_server.compat.profiles import staying
 from deft_server.errors import ServerError
 from deft_server.http.frame_bodies import read_body
-from deft_server.http.gate import caller_of
+from deft_server.http.gate import caller_of, exchange_of
 from deft_server.http.problems import describe
 from deft_server.http.routes import PlainRoute
 from deft_server.http.watches import CallerWatch
@@ -73,9 +73,11 @@ async def _answered(
     arrived_s: float,
     on_actions: OnActions | None = None,
 ) -> ActionChunk:
-    caller, limits = staying(caller_of(request.scope)), service.settings.wire_limits
+    caller = staying(caller_of(request.scope))
     await service.admit(caller)
-    message = await service.threads.run(partial(_decode, body, limits))
+    hold = exchange_of(request.scope).hold
+    context = ReadContext(service.settings.wire_limits, hold=hold)
+    message = await service.threads.run(partial(_decode, body, context))
     options = replace(message.options, session_id=f"vla0-{caller.address}")
     return await service.act(message.observation, options, caller, arrived_s, on_actions)
 
@@ -124,8 +126,8 @@ class _RowStream(Response):
         self._num_sent = len(actions)
 
 
-def _decode(body: bytes, limits: WireLimits) -> ActMessage:
-    fields = decode_json(body, limits)
+def _decode(body: bytes, context: ReadContext) -> ActMessage:
+    fields = decode_json(body, context.limits)
     if not isinstance(fields, dict):
         raise NotAnObjectError(fields)
-    return vla0_request(fields, limits)
+    return vla0_request(fields, context)

@@ -18,12 +18,14 @@ from websockets.frames import CloseCode, Frame
 from websockets.protocol import CONNECTING
 
 from deft_server.errors import OverloadedError
-from deft_server.serving.bounds import ConnectionBounds
+from deft_server.serving.bounds import ConnectionBounds, Exchange
 
 MAX_HEADERS = 100
 MAX_URL_BYTES = 8000  # the WebSocket library takes lines of 8192 at most
 MAX_PIPELINED = 16  # requests that arrive before the one in hand is answered
-STOP_PINGS = "deft.stop_pings"  # the extension by which an app has no more keep-alive pings sent
+# Extensions by which an app says that no more keep-alive pings are to be sent, and who calls.
+STOP_PINGS = "deft.stop_pings"
+COUNT_FOR = "deft.count_for"
 MAX_FRAGMENTS = 4096  # of one message
 IDLE_BEFORE_PROBES_S = 60  # of TCP, where there are no pings
 MAX_CONTROLS = 1000  # pings and pongs, within the time that a message may take
@@ -270,31 +272,34 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
         super().__init__(*arguments, **settings)
         self._address = ""
         self._unparsed = memoryview(b"")
-        self._arriving_bytes = 0  # of a message that is not whole
+        self._arriving_bytes = 0  # parsed, and of no whole message
         self._waiting_bytes: deque[int] = deque()  # of each message that waits for the app
-        self._taken_bytes = 0  # of the message that the app has in hand
         self._num_controls = 0
         self._controls_until_s = 0.0
         self._clock: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._address = _peer_of(transport)
+        self._held = Exchange(self.bounds.budget, self._address)  # until the app has the message
         super().connection_made(transport)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._stop_clock()
-        held = len(self._unparsed) + self._arriving_bytes + sum(self._waiting_bytes)
-        self.bounds.held.release(held + self._taken_bytes, self._address)
+        self._held.release(len(self._unparsed) + self._arriving_bytes)  # the app has the rest
         self._unparsed = memoryview(b"")
-        self._arriving_bytes = self._taken_bytes = 0
-        self._waiting_bytes.clear()
+        self._arriving_bytes = 0
         self.bounds.leave(self._address)
         super().connection_lost(error)
 
     async def run_asgi(self) -> None:
         extensions: dict[str, Any] = cast(Any, self.scope["extensions"])
         extensions[STOP_PINGS] = self._stop_pings
-        await super().run_asgi()
+        extensions[COUNT_FOR] = self._held.move_to
+        try:
+            await super().run_asgi()
+        finally:
+            self._held.release(sum(self._waiting_bytes))  # of messages that nobody asked for
+            self._waiting_bytes.clear()
 
     def _stop_pings(self) -> None:
         """Let the other side be silent for as long as it lives, which TCP finds out."""
@@ -314,24 +319,22 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
     def data_received(self, data: bytes) -> None:
         self._unparsed = memoryview(bytes(self._unparsed) + data if self._unparsed else data)
         try:
-            self.bounds.held.hold(len(data), self._address)
+            self._held.hold(len(data))
         except OverloadedError as error:
             self._fail(CloseCode.TRY_AGAIN_LATER, str(error))
             return
         self._parse()
 
     async def receive(self) -> Any:
-        """Return the next message; the one before it is done with.
+        """Return the next message, which counts as the app's from here on.
 
         Where many are here already, everybody else has a turn before each.
         """
-        self.bounds.held.release(self._taken_bytes, self._address)
-        self._taken_bytes = 0
         if not self.queue.empty():
             await asyncio.sleep(0)
         message: Any = await self.queue.get()
         if message["type"] == "websocket.receive" and self._waiting_bytes:
-            self._taken_bytes = self._waiting_bytes.popleft()
+            self._held.release(self._waiting_bytes.popleft())
         if self.read_paused and self.queue.empty():
             self.read_paused = False
             self._parse()
@@ -359,9 +362,10 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
             except UnicodeDecodeError:  # uvicorn would log a traceback
                 self._fail(CloseCode.INVALID_DATA, "the text is not UTF-8")
                 return
-        if not self.close_sent:
-            self._waiting_bytes.append(self._arriving_bytes)
-            self._arriving_bytes = 0
+        if not self.close_sent:  # more than this message may have arrived with its last byte
+            size = min(sum(map(len, self.frames)), self._arriving_bytes)
+            self._waiting_bytes.append(size)
+            self._arriving_bytes -= size
         super().send_receive_event_to_app()
 
     def pause_writing(self) -> None:
@@ -400,7 +404,7 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
         """Have the clock run while part of a message is here, and we would read the rest."""
         is_partial = bool(self.frames or self.conn.reader.buffer)
         if not (is_partial or self.disconnected):  # what came were pings, or the handshake
-            self.bounds.held.release(self._arriving_bytes, self._address)
+            self._held.release(self._arriving_bytes)
             self._arriving_bytes = 0
         if not is_partial or self.read_paused:
             self._stop_clock()

@@ -5,6 +5,7 @@ files are `image`, and `camera.NAME` for each further camera, PNG or JPEG; texts
 the options by their names, and `state` as a JSON list.
 """
 
+from dataclasses import replace
 from email.message import Message
 from functools import partial
 from io import BytesIO
@@ -21,7 +22,7 @@ from deft_client.errors import (
     UnusableValueError,
 )
 from deft_client.wire import json_codec, msgpack_codec
-from deft_client.wire.fields import DEFAULT_LIMITS, ReadContext, WireLimits
+from deft_client.wire.fields import ReadContext, WireLimits
 from deft_client.wire.json_codec import load
 from deft_client.wire.messages import (
     REQUEST,
@@ -52,8 +53,9 @@ async def read_body(receive: Receive) -> bytes:
             return grown.getvalue()
 
 
-def decode_body(content_type: str, body: bytes, limits: WireLimits) -> ActMessage | ActMessages:
+def decode_body(content_type: str, body: bytes, context: ReadContext) -> ActMessage | ActMessages:
     """Return the frame in a body, or the frames, or raise `WireError`."""
+    limits = context.limits
     if len(content_type) > MAX_CONTENT_TYPE_CHARS:  # the standard library takes ages for long ones
         raise UnsupportedMessageError(
             "content-type",
@@ -63,9 +65,9 @@ def decode_body(content_type: str, body: bytes, limits: WireLimits) -> ActMessag
     header["content-type"] = content_type or "none/none"
     kind = header.get_content_type()
     if kind == msgpack_codec.CONTENT_TYPE:
-        return read_request(msgpack_codec.unpack(body, limits), ReadContext(limits))
+        return read_request(msgpack_codec.unpack(body, limits), context)
     if kind == json_codec.CONTENT_TYPE:
-        return read_request(load(body, limits), ReadContext(limits, is_json=True))
+        return read_request(load(body, limits), replace(context, is_json=True))
     if kind != FORM:
         raise UnsupportedMessageError(
             "content-type", f"must be one of {', '.join(_CONTENT_TYPES)}; got {content_type[:80]!r}"
@@ -74,7 +76,7 @@ def decode_body(content_type: str, body: bytes, limits: WireLimits) -> ActMessag
     boundary = header.get_param("boundary")
     if not isinstance(boundary, str) or not boundary:
         raise MalformedMessageError("content-type", "multipart/form-data names no boundary")
-    return decode_form(body, boundary, limits)
+    return decode_form(body, boundary, context)
 
 
 def wants_msgpack(accept: str, content_type: str) -> bool:
@@ -85,17 +87,17 @@ def wants_msgpack(accept: str, content_type: str) -> bool:
 
 
 async def decode_frame(
-    threads: DecodeThreads, limits: WireLimits, content_type: str, body: bytes
+    threads: DecodeThreads, context: ReadContext, content_type: str, body: bytes
 ) -> ActMessage | ActMessages:
     """Return the frame in a body, or the frames: raw ones at once, all else is read on threads.
 
     Raises `WireError`, or `OverloadedError` if too many wait for a thread.
     """
     if content_type != msgpack_codec.CONTENT_TYPE:
-        return await threads.run(partial(decode_body, content_type, body, limits))
-    entries = msgpack_codec.unpack(body, limits)
+        return await threads.run(partial(decode_body, content_type, body, context))
+    entries = msgpack_codec.unpack(body, context.limits)
     del body  # what is in it was copied, and may have to wait for long
-    read = partial(read_request, entries, ReadContext(limits))
+    read = partial(read_request, entries, context)
     return await threads.run(read) if has_pictures(entries) else read()
 
 
@@ -105,7 +107,7 @@ _NUMBERS = {"deadline_ms": float, "radius": int, "max_tokens": int, "executed_st
 _FLAGS = {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False, "": None}
 
 
-def decode_form(body: bytes, boundary: str, limits: WireLimits = DEFAULT_LIMITS) -> ActMessage:
+def decode_form(body: bytes, boundary: str, context: ReadContext) -> ActMessage:
     """Return the request in a form, or raise `WireError`."""
     entries: dict[str, object] = {}
     cameras: dict[str, object] = {}
@@ -115,11 +117,9 @@ def decode_form(body: bytes, boundary: str, limits: WireLimits = DEFAULT_LIMITS)
         elif isinstance(value, bytes) or name == "image":
             entries[name] = _picture(name, value)
         else:
-            entries[name] = _option(name, value, limits)
+            entries[name] = _option(name, value, context.limits)
     # Bytes are bytes here, but the state is a JSON list.
-    return REQUEST.read(
-        {**entries, "cameras": cameras or None}, "", ReadContext(limits, is_json=True)
-    )
+    return REQUEST.read({**entries, "cameras": cameras or None}, "", replace(context, is_json=True))
 
 
 def read_parts(body: bytes, boundary: str) -> dict[str, str | bytes]:

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deft_client.errors import WireError
 from deft_server.errors import BodyTooLargeError, BodyTooSlowError, CallerGoneError, MissingKeyError
+from deft_server.http.connections import COUNT_FOR
 from deft_server.http.problems import describe, problem_response
 from deft_server.http.watches import Cancellation, KeyWatch
 from deft_server.serving.access import (
@@ -25,7 +26,7 @@ from deft_server.serving.access import (
     current_request_id,
     request_id_from,
 )
-from deft_server.serving.bounds import ConnectionBounds
+from deft_server.serving.bounds import ConnectionBounds, Exchange
 from deft_server.serving.service import Service
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ PAGES_PREFIX = "/dashboard"  # the feed asks for a key itself: browsers cannot s
 FRAME_PATHS = frozenset(("/v1/act", "/act", "/predict_base64", "/predict_base64_stream"))
 SMALL_BODY_BYTES = 2048  # of requests that are not frames: a name, at most, however escaped
 _CALLER = "deft.caller"
+_EXCHANGE = "deft.exchange"
 NOBODY = "(none)"  # in place of a key's name, where no key was accepted
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
@@ -50,6 +52,18 @@ def caller_of(scope: Scope) -> Caller:
     """Return who sent this request, as the gate found out."""
     caller: Caller = scope[_CALLER]
     return caller
+
+
+def exchange_of(scope: Scope) -> Exchange:
+    """Return what counts the bytes of this request."""
+    exchange: Exchange = scope[_EXCHANGE]
+    return exchange
+
+
+def take_exchange(message: Message) -> Exchange:
+    """Return what counts the bytes of a WebSocket's message. Close it when the answer has left."""
+    exchange: Exchange = message.pop(_EXCHANGE)
+    return exchange
 
 
 class Gate:
@@ -86,8 +100,7 @@ class Gate:
         send: Send,
     ) -> None:
         started_s = time.perf_counter()
-        most = self._max_body_bytes(scope["path"])
-        body = BoundedBody(receive, self._bounds, most, _address_of(scope))
+        body: BoundedBody | None = None
         status = 0
 
         async def reply(message: Message) -> None:
@@ -100,9 +113,12 @@ class Gate:
 
         self._service.num_in_hand += 1
         try:
-            self._admit(scope, headers)
+            caller = self._admit(scope, headers)
+            most = self._max_body_bytes(scope["path"])
             if scope["path"] in FRAME_PATHS:  # others may not exist: 404 for any body
                 check_length(headers.get(b"content-length", b""), most)
+            scope[_EXCHANGE] = exchange = Exchange(self._bounds.budget, caller.owner)
+            body = BoundedBody(receive, self._bounds, most, exchange)
             await self._app(scope, body, reply)
         except (CallerGoneError, ClientDisconnect):
             status = 499  # there is nobody to answer
@@ -114,14 +130,15 @@ class Gate:
             await problem_response(problem)(scope, receive, reply)
         finally:
             self._service.num_in_hand -= 1
-            body.close()
+            if body is not None:
+                body.close()
             self._count(scope, status, started_s)
 
     async def _websocket(
         self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive, send: Send
     ) -> None:
         try:
-            self._admit(scope, headers)
+            caller = self._admit(scope, headers)
         except Exception as error:  # noqa: BLE001  the caller gets the error
             self._count_refusal(scope, error)
             problem = describe(error, HTTPConnection(scope))
@@ -135,13 +152,19 @@ class Gate:
                 self._count(scope, 101, started_s, scope["path"])  # only paths of ours are accepted
             await send(message)
 
+        # What arrives counts from its first byte on.
+        scope.get("extensions", {}).get(COUNT_FOR, lambda owner: None)(caller.owner)
+        messages = BoundedMessages(receive, self._bounds, caller.owner)
         try:
-            with self._key_watch.watching(caller_of(scope)):
-                await self._app(scope, receive, counted_send)
+            with self._key_watch.watching(caller):
+                await self._app(scope, messages, counted_send)
         except MissingKeyError as error:
             await send({"type": "websocket.close", "code": 1008, "reason": str(error)})
+        finally:
+            messages.close()
 
-    def _admit(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
+    def _admit(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Caller:
+        """Return who calls, or raise why it may not."""
         access = self._service.access
         path, method = scope["path"], scope.get("method")
         if path not in ANY_HOST_PATHS:
@@ -157,12 +180,13 @@ class Gate:
         is_open = is_page or path.startswith(PAGES_PREFIX)
         if is_open or method == "OPTIONS":
             scope[_CALLER] = Caller(address=address)
-            return
+            return caller_of(scope)
         authorization = headers.get(b"authorization", b"").decode("latin-1")
         caller = access.identify(authorization, address)
         if path.startswith(ADMIN_PREFIX):
             access.require_admin(caller)
         scope[_CALLER] = caller
+        return caller
 
     def _count_refusal(self, scope: Scope, error: Exception) -> None:
         """Count a frame that was refused before the service saw it."""
@@ -209,14 +233,14 @@ async def _refuse_handshake(scope: Scope, response: Response, receive: Receive, 
 class BoundedBody:
     """Wraps an ASGI `receive`; raises an error of the server as soon as a bound is passed.
 
-    Close it when the request is answered: until then its bytes count as held.
+    Close it when the request is answered: until then its bytes count for the exchange.
     """
 
     def __init__(
-        self, receive: Receive, bounds: ConnectionBounds, max_bytes: int, address: str
+        self, receive: Receive, bounds: ConnectionBounds, max_bytes: int, exchange: Exchange
     ) -> None:
         self._receive = receive
-        self._address = address
+        self._exchange = exchange
         self._bounds = bounds
         self._max_bytes = max_bytes
         self._num_bytes = 0
@@ -251,14 +275,42 @@ class BoundedBody:
         """Stop the clock and let go of the bytes."""
         if self._timer is not None:
             self._timer.cancel()
-        self._bounds.held.release(self._num_bytes, self._address)
-        self._num_bytes = 0
+        self._exchange.close()
 
     def _take(self, num_bytes: int) -> None:
         self._num_bytes += num_bytes
-        self._bounds.held.hold(num_bytes, self._address)
+        self._exchange.hold(num_bytes)
         if self._num_bytes > self._max_bytes:
             raise BodyTooLargeError(f"over the {self._max_bytes} bytes that are taken here")
+
+
+class BoundedMessages:
+    """Wraps the ASGI `receive` of a WebSocket: a message that was received is in hand.
+
+    It counts until its exchange is closed by who took it over (see `take_exchange`), or, where
+    nobody did, until the next message is asked for.
+    """
+
+    def __init__(self, receive: Receive, bounds: ConnectionBounds, owner: str) -> None:
+        self._receive = receive
+        self._bounds = bounds
+        self._owner = owner
+        self._last: Message = {}
+
+    async def __call__(self) -> Message:
+        """Return the next message, which the connection itself counted until now."""
+        self.close()
+        message = await self._receive()
+        if message["type"] == "websocket.receive":
+            size = len(message.get("bytes") or message.get("text") or b"")
+            message[_EXCHANGE] = Exchange(self._bounds.budget, self._owner, size)
+        self._last = message
+        return message
+
+    def close(self) -> None:
+        """Let go of the last message, unless somebody took it over."""
+        if _EXCHANGE in self._last:
+            take_exchange(self._last).close()
 
 
 def check_length(content_length: bytes, most: int) -> None:

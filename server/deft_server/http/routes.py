@@ -24,13 +24,15 @@ from starlette.types import Message, Receive, Scope, Send
 from deft_client.errors import MalformedMessageError, Problem, WireError
 from deft_client.types import ActionChunk, ServerInfo
 from deft_client.wire import json_codec, msgpack_codec
+from deft_client.wire.fields import ReadContext
 from deft_client.wire.json_codec import decode_reset, encode_info, encode_problem
 from deft_client.wire.messages import ActMessage, ActMessages
 from deft_server.errors import CallerGoneError
 from deft_server.http.frame_bodies import decode_frame, read_body, wants_msgpack
-from deft_server.http.gate import ADMIN_PREFIX, caller_of
+from deft_server.http.gate import ADMIN_PREFIX, caller_of, exchange_of, take_exchange
 from deft_server.http.problems import describe
 from deft_server.http.watches import CallerWatch
+from deft_server.serving.bounds import Exchange
 from deft_server.serving.metrics import CONTENT_TYPE as METRICS_CONTENT_TYPE
 from deft_server.serving.service import Service
 
@@ -93,7 +95,8 @@ def build_act_route(service: Service) -> PlainRoute:
 
         async def answer() -> bytes:
             await service.admit(caller)
-            asked = await decode_frame(service.threads, limits, content_type, received.pop())
+            context = ReadContext(limits, hold=exchange_of(request.scope).hold)
+            asked = await decode_frame(service.threads, context, content_type, received.pop())
             return await _answered(service, asked, request, arrived_s, codec)
 
         content = await CallerWatch(request.receive).run(answer())
@@ -185,6 +188,7 @@ class RobotSocket(ABC):
 
     where = "frame"  # what a message is called in errors
     survives_errors = True
+    exchange: Exchange  # of the message that is being answered
 
     def __init__(self, service: Service, scope: Scope, receive: Receive, send: Send) -> None:
         self.service = service
@@ -206,6 +210,10 @@ class RobotSocket(ABC):
     async def tell(self, problem: Problem) -> None:
         """Say what went wrong with a message."""
 
+    def read_context(self) -> ReadContext:
+        """Return how to read the message that is being answered."""
+        return ReadContext(self.limits, hold=self.exchange.hold)
+
     def end_episode(self) -> None:  # noqa: B027  ours remembers by the frame's session
         """Forget what is known of the robot; called when the connection ends, too."""
 
@@ -218,16 +226,18 @@ class RobotSocket(ABC):
         await self._send({"type": "websocket.accept"})
         watch = CallerWatch(self._receive)
         try:
-            goes_on = await self._exchange(self.greeting())
+            goes_on = await self._reply(self.greeting())
             while goes_on:
                 message = await watch.next_message()
                 if message["type"] == "websocket.disconnect":
                     return
+                self.exchange = take_exchange(message)
                 self.service.num_in_hand += 1
                 try:
-                    is_answered = await self._exchange(watch.run(self._answer(message)))
+                    is_answered = await self._reply(watch.run(self._answer(message)))
                 finally:
                     self.service.num_in_hand -= 1
+                    self.exchange.close()
                 goes_on = is_answered or self.survives_errors
             await self.send({"type": "websocket.close", "code": 1011, "reason": _CLOSE_REASON})
         except CallerGoneError:
@@ -237,12 +247,11 @@ class RobotSocket(ABC):
 
     async def _answer(self, message: Message) -> bytes | None:
         arrived_s = time.monotonic()
-        data = message.get("bytes")
-        if data is None:
+        if message.get("bytes") is None:
             raise MalformedMessageError(self.where, "send binary frames, got text")
-        return await self.answer(data, arrived_s)
+        return await self.answer(message.pop("bytes"), arrived_s)  # no longer here than needed
 
-    async def _exchange(self, answering: Awaitable[bytes | None]) -> bool:
+    async def _reply(self, answering: Awaitable[bytes | None]) -> bool:
         """Send an answer, or say why there is none; return whether there was one."""
         try:
             answer = await answering
@@ -270,8 +279,9 @@ class _Stream(RobotSocket):
 
     async def answer(self, data: bytes, arrived_s: float) -> bytes:
         await self.service.admit(self.caller)
-        threads = self.service.threads
-        asked = await decode_frame(threads, self.limits, msgpack_codec.CONTENT_TYPE, data)
+        threads, context = self.service.threads, self.read_context()
+        asked = await decode_frame(threads, context, msgpack_codec.CONTENT_TYPE, data)
+        del data
         return await _answered(self.service, asked, self.connection, arrived_s, msgpack_codec)
 
     async def tell(self, problem: Problem) -> None:

@@ -1,5 +1,6 @@
 """What all connections of a server share, and how much of it there is: how many of them may be
-open, the bytes they hold, and threads for what would hold the event loop up.
+open, the bytes that their requests and messages take, and threads for what would hold the event
+loop up.
 
 Knows nothing of sockets or messages.
 """
@@ -10,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 from importlib import import_module
+from threading import Lock
 from typing import TypeVar
 
 from deft_server.errors import OverloadedError
@@ -26,34 +27,77 @@ DECODING_FOR_S = 0.1
 ResultT = TypeVar("ResultT")
 
 
-@dataclass(eq=False)
-class HeldBytes:
-    """The bytes of all requests and messages that were received and not answered yet, and of the
-    large pictures decoded from them.
+class ByteBudget:
+    """The bytes of all requests and messages in hand, and of the pictures decoded from them.
 
-    Where they are too many, only addresses that hold more than their share are refused.
+    Where they are too many, only callers that hold more than their share are refused.
     """
 
-    most: int
-    now: int = 0
-    by_address: Counter[str] = field(default_factory=Counter)
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.now = 0
+        self.by_owner: Counter[str] = Counter()
+        self.lock = Lock()
 
-    def hold(self, num_bytes: int, address: str) -> None:
-        """Count bytes as held, or raise `OverloadedError`; they are counted in any case."""
-        self.release(-num_bytes, address)
-        held = self.by_address[address]
-        if num_bytes > 0 and self.now > self.most < held * len(self.by_address):
+    def add(self, num_bytes: int, owner: str) -> bool:
+        """Count more bytes of an owner, or fewer; tell whether it may hold so many.
+
+        Call it with the lock held: pictures are decoded on threads.
+        """
+        self.now += num_bytes
+        self.by_owner[owner] += num_bytes
+        held = self.by_owner[owner]
+        if not held:
+            del self.by_owner[owner]
+        return self.now <= self.most or held * len(self.by_owner) <= self.most
+
+
+class Exchange:
+    """One request or message, from its first byte until its answer has left.
+
+    Its bytes count for its owner, and so do the pictures decoded from it. Any thread may use it.
+    """
+
+    def __init__(self, budget: ByteBudget, owner: str, num_bytes: int = 0) -> None:
+        self._budget = budget
+        self._owner = owner
+        self._num_bytes = 0
+        self._is_open = True
+        self._count(num_bytes)
+
+    def hold(self, num_bytes: int) -> None:
+        """Count more bytes, or raise `OverloadedError`; they are counted until it is closed."""
+        if num_bytes and not self._count(num_bytes):
             raise OverloadedError(
-                f"too many bytes of requests are in hand: over {self.most}, see max_total_bytes",
+                f"too many bytes of requests are in hand: over {self._budget.most}, see "
+                "max_total_bytes",
                 BUSY_FOR_S,
             )
 
-    def release(self, num_bytes: int, address: str) -> None:
+    def release(self, num_bytes: int) -> None:
         """Count bytes as gone."""
-        self.now -= num_bytes
-        self.by_address[address] -= num_bytes
-        if not self.by_address[address]:
-            del self.by_address[address]
+        self._count(-num_bytes)
+
+    def move_to(self, owner: str) -> None:
+        """Count what it holds for somebody else: now it is known who calls."""
+        num_bytes = self._num_bytes
+        self._count(-num_bytes)
+        self._owner = owner
+        self._count(num_bytes)
+
+    def close(self) -> None:
+        """Let go of everything; nothing can be held any more."""
+        with self._budget.lock:
+            if self._is_open:
+                self._budget.add(-self._num_bytes, self._owner)
+            self._is_open = False
+
+    def _count(self, num_bytes: int) -> bool:
+        with self._budget.lock:
+            if not self._is_open:
+                return False  # a thread may go on for a caller that has left
+            self._num_bytes += num_bytes
+            return self._budget.add(num_bytes, self._owner)
 
 
 class DecodeThreads:
@@ -107,7 +151,7 @@ class ConnectionBounds:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.held = HeldBytes(settings.max_total_bytes)
+        self.budget = ByteBudget(settings.max_total_bytes)
         self.num_open = 0  # connections
         self._open: Counter[str] = Counter()  # of each address
         self._most = settings.max_connections + SPARE_CONNECTIONS

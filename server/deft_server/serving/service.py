@@ -39,7 +39,6 @@ from deft_server.serving.scheduler import Scheduler
 from deft_server.serving.sessions import SessionStore, flow_of
 from deft_server.settings import ActionRange, Settings
 
-LARGE_FRAME_BYTES = 1024 * 1024  # of its pictures, decoded; what is smaller counts as its message
 _MOST_WARNED = 1024  # callers and inputs that the log names once
 # Actions are computed from the same statistics as the range; only rounding may set them apart.
 ROUNDING = 1e-6
@@ -135,10 +134,7 @@ class Service:
         request = self._request(observation, options, caller, now_s, arrived_s or now_s)
         if on_actions is not None:
             request.on_actions = self._checking(on_actions, policy, options)
-        num_bytes = _large_bytes(observation)
         try:
-            if num_bytes:
-                self.bounds.held.hold(num_bytes, caller.address)
             answer = await self.scheduler.submit(request)
             # Replicas may have another policy by now, and the answer is then that one's.
             changes = self._safety_of(answer, self.scheduler.policy or policy, options)
@@ -146,9 +142,6 @@ class Service:
             self.metrics.count_outcome(caller.name, error)
             self._publish(request, error=error)
             raise
-        finally:
-            if num_bytes:
-                self.bounds.held.release(num_bytes, caller.address)
         changes["timings"] = self._timings(answer, request, now_s)
         if self.events.has_listeners:
             self._publish(request, chunk=replace_unchecked(answer, changes))
@@ -316,13 +309,6 @@ class Service:
                 error=error,
             )
         )
-
-
-def _large_bytes(observation: Observation) -> int:
-    """Return the bytes of a frame's pictures if they are many, else 0."""
-    pictures = (observation.image, *observation.cameras.values())
-    num_bytes = sum(picture.nbytes for picture in pictures)
-    return num_bytes if num_bytes > LARGE_FRAME_BYTES else 0
 
 
 def _unwanted(options: ActOptions) -> dict[str, object]:

@@ -13,27 +13,27 @@ from deft_client.peers.arrays import unpack
 from deft_client.peers.openpi import openpi_request
 from deft_client.peers.openvla import decode_act_body, oft_request, openvla_request
 from deft_client.peers.vla_eval import read_message, vla_eval_request
-from deft_client.wire.fields import DEFAULT_LIMITS as LIMITS
+from deft_client.wire.fields import ReadContext
 from tests.client.peers.captures import act_captures, frames
 from tests.client.peers.mutations import mutate
 
 
 def _openvla(message: bytes) -> None:
-    openvla_request(decode_act_body(message).fields, LIMITS)
+    openvla_request(decode_act_body(message).fields, ReadContext())
 
 
 def _oft(message: bytes) -> None:
-    oft_request(decode_act_body(message).fields, LIMITS)
+    oft_request(decode_act_body(message).fields, ReadContext())
 
 
 def _openpi(message: bytes) -> None:
     value = unpack(message)
     if isinstance(value, dict):
-        openpi_request(value, LIMITS)
+        openpi_request(value, ReadContext())
 
 
 def _vla_eval(message: bytes) -> None:
-    vla_eval_request(read_message(unpack(message)).payload, LIMITS)
+    vla_eval_request(read_message(unpack(message)).payload, ReadContext())
 
 
 ACT = [one.request for one in act_captures() if one.request]

@@ -8,15 +8,14 @@ from deft_client.peers.arrays import unpack
 from deft_client.peers.openpi import openpi_request
 from deft_client.peers.openvla import decode_act_body, oft_request, openvla_request
 from deft_client.peers.vla_eval import read_message, vla_eval_request
-from deft_client.wire.fields import DEFAULT_LIMITS as LIMITS
-from deft_client.wire.fields import WireLimits
+from deft_client.wire.fields import ReadContext, WireLimits
 from tests.client.peers.captures import act_capture, act_captures, frame
 
 FRAME = np.arange(4 * 5 * 3, dtype=np.uint8).reshape(4, 5, 3)
 
 
 def test_openvla_fields_become_an_observation_and_a_statistics_key() -> None:
-    message = openvla_request(decode_act_body(act_capture("plain").request).fields, LIMITS)
+    message = openvla_request(decode_act_body(act_capture("plain").request).fields, ReadContext())
     assert message.observation.image.shape == (224, 224, 3)
     assert message.observation.instruction == "put the white bowl to the right of the plate"
     assert message.options.statistics_key == "libero_spatial"
@@ -33,7 +32,7 @@ def test_openvla_fields_become_an_observation_and_a_statistics_key() -> None:
 )
 def test_a_bad_openvla_request_names_its_field(name: str) -> None:
     with pytest.raises(WireError) as caught:
-        openvla_request(decode_act_body(act_capture(name).request).fields, LIMITS)
+        openvla_request(decode_act_body(act_capture(name).request).fields, ReadContext())
     assert caught.value.field.split(".")[0] in ("image", "instruction", "encoded")
 
 
@@ -42,7 +41,7 @@ def test_a_bad_openvla_request_names_its_field(name: str) -> None:
 )
 def test_grey_and_transparent_pictures_become_rgb(shape: tuple[int, ...]) -> None:
     pixels = np.arange(np.prod(shape), dtype=np.uint8).reshape(shape)
-    image = openvla_request({"image": pixels, "instruction": "x"}, LIMITS).observation.image
+    image = openvla_request({"image": pixels, "instruction": "x"}, ReadContext()).observation.image
     assert image.shape == (4, 5, 3)
     grey = pixels.reshape(4, 5, -1)
     expected = grey[:, :, :3] if grey.shape[2] >= 3 else np.repeat(grey[:, :, :1], 3, axis=2)
@@ -57,7 +56,7 @@ def test_oft_takes_every_wrist_camera_and_the_state() -> None:
         "right_wrist": FRAME,
         "instruction": "x",
     }
-    observation = oft_request(fields, LIMITS).observation
+    observation = oft_request(fields, ReadContext()).observation
     assert list(observation.cameras) == ["left_wrist_image", "right_wrist"]
     assert observation.state is not None
     assert observation.state.dtype == np.float32
@@ -66,7 +65,7 @@ def test_oft_takes_every_wrist_camera_and_the_state() -> None:
 def test_openpi_takes_libero_droid_and_aloha_observations() -> None:
     libero = unpack(frame("openpi_1_observation.bin"))
     assert isinstance(libero, dict)
-    observation = openpi_request(libero, LIMITS).observation
+    observation = openpi_request(libero, ReadContext()).observation
     assert observation.cameras["wrist"].shape == (56, 56, 3)
     assert observation.state is not None
     assert observation.state.shape == (8,)
@@ -78,7 +77,7 @@ def test_openpi_takes_libero_droid_and_aloha_observations() -> None:
         "observation/gripper_position": np.arange(1.0),
         "prompt": "x",
     }
-    observation = openpi_request(droid, LIMITS).observation
+    observation = openpi_request(droid, ReadContext()).observation
     assert observation.state is not None
     assert observation.state.shape == (8,)
 
@@ -88,23 +87,23 @@ def test_openpi_takes_libero_droid_and_aloha_observations() -> None:
         "state": np.zeros(14),
         "prompt": "x",
     }
-    observation = openpi_request(aloha, LIMITS).observation
+    observation = openpi_request(aloha, ReadContext()).observation
     np.testing.assert_array_equal(observation.image, FRAME)
     assert list(observation.cameras) == ["cam_low"]
 
 
 def test_openpi_pictures_of_floats_are_scaled() -> None:
     floats = np.full((4, 5, 3), 0.5, np.float32)
-    image = openpi_request({"image": floats, "prompt": "x"}, LIMITS).observation.image
+    image = openpi_request({"image": floats, "prompt": "x"}, ReadContext()).observation.image
     assert image.dtype == np.uint8
     assert (image == 127).all()
     with pytest.raises(WireError, match=r"within \[0, 1\]"):
-        openpi_request({"image": floats * 255, "prompt": "x"}, LIMITS)
+        openpi_request({"image": floats * 255, "prompt": "x"}, ReadContext())
 
 
 def test_vla_eval_leads_with_the_agent_view() -> None:
     message = read_message(unpack(frame("vlaeval_05_observation_raw.bin")))
-    observation = vla_eval_request(message.payload, LIMITS).observation
+    observation = vla_eval_request(message.payload, ReadContext()).observation
     assert observation.image.shape == (8, 6, 3)
     assert observation.cameras["wrist"].shape == (4, 4, 3)
     assert observation.instruction == "x"
@@ -126,13 +125,13 @@ def test_vla_eval_leads_with_the_agent_view() -> None:
 )
 def test_unusable_openvla_fields_are_named(fields: dict[str, object], field: str) -> None:
     with pytest.raises(WireError) as caught:
-        openvla_request(fields, LIMITS)
+        openvla_request(fields, ReadContext())
     assert caught.value.field == field
 
 
 def test_oft_takes_a_state_as_a_list_as_its_own_server_does() -> None:
     fields = {"full_image": np.zeros((4, 4, 3), np.uint8), "instruction": "x", "state": [1, 0.5]}
-    state = oft_request(fields, LIMITS).observation.state
+    state = oft_request(fields, ReadContext()).observation.state
     assert state is not None
     assert state.tolist() == [1.0, 0.5]
 
@@ -141,7 +140,7 @@ def test_oft_takes_a_state_as_a_list_as_its_own_server_does() -> None:
 def test_oft_takes_no_grey_and_no_transparent_picture(shape: tuple[int, ...]) -> None:
     fields = {"full_image": np.zeros(shape, np.uint8), "instruction": "x"}
     with pytest.raises(WireError, match="full_image"):
-        oft_request(fields, LIMITS)
+        oft_request(fields, ReadContext())
 
 
 @pytest.mark.parametrize(
@@ -162,24 +161,24 @@ def test_oft_takes_no_grey_and_no_transparent_picture(shape: tuple[int, ...]) ->
 )
 def test_a_state_that_is_no_vector_of_finite_numbers_is_refused(state: object) -> None:
     with pytest.raises(WireError, match="state"):
-        openpi_request({"image": FRAME, "prompt": "x", "state": state}, LIMITS)
+        openpi_request({"image": FRAME, "prompt": "x", "state": state}, ReadContext())
 
 
 def test_frames_cameras_and_states_beyond_the_limits_are_refused() -> None:
     narrow = WireLimits(max_image_side=4, max_cameras=1, max_state_dim=2)
     with pytest.raises(MessageTooLargeError, match="4x5 pixels"):
-        openvla_request({"image": FRAME, "instruction": "x"}, narrow)
+        openvla_request({"image": FRAME, "instruction": "x"}, ReadContext(narrow))
     small = FRAME[:2, :2]
     payload = {"images": {str(n): small for n in range(3)}, "task_description": "x"}
     with pytest.raises(MessageTooLargeError, match="3 cameras"):
-        vla_eval_request(payload, narrow)
+        vla_eval_request(payload, ReadContext(narrow))
     with pytest.raises(MessageTooLargeError, match="3 numbers"):
-        openpi_request({"image": small, "prompt": "x", "state": np.zeros(3)}, narrow)
+        openpi_request({"image": small, "prompt": "x", "state": np.zeros(3)}, ReadContext(narrow))
 
 
 @pytest.mark.parametrize("images", [[], {}, {"a": 1}, {b"a": FRAME}, {"": FRAME}, {"a\n": FRAME}])
 def test_images_that_are_no_map_of_named_pictures_are_refused(images: object) -> None:
     with pytest.raises(WireError, match="images"):
-        vla_eval_request({"images": images, "task_description": "x"}, LIMITS)
+        vla_eval_request({"images": images, "task_description": "x"}, ReadContext())
     with pytest.raises(WireError, match="images"):
-        openpi_request({"images": images, "prompt": "x"}, LIMITS)
+        openpi_request({"images": images, "prompt": "x"}, ReadContext())

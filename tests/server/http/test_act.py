@@ -16,6 +16,7 @@ from fastapi.testclient import TestClient
 from deft_client.errors import NoActionError, problem_error
 from deft_client.types import ActOptions, Observation
 from deft_client.wire import json_codec, msgpack_codec
+from deft_client.wire.fields import ReadContext
 from deft_client.wire.images import ImageEncoding, encode_image
 from deft_client.wire.messages import ActMessage, has_pictures
 from deft_policies.constant import ConstantPolicy
@@ -411,7 +412,7 @@ def test_messages_with_pictures_are_told_from_raw_ones():
 
 
 def test_a_content_type_may_carry_parameters():
-    message = decode_body("application/msgpack; version=1", packed(), Settings().wire_limits)
+    message = decode_body("application/msgpack; version=1", packed(), ReadContext())
     assert message.observation.instruction == "lift the cup"
 
 

@@ -11,6 +11,7 @@ from deft_client.errors import (
     WireError,
 )
 from deft_client.types import ActOptions
+from deft_client.wire.fields import ReadContext
 from deft_client.wire.messages import ActMessage
 from deft_server.http.frame_bodies import decode_form
 from tests.client.samples import frame, saved
@@ -28,7 +29,7 @@ def read(texts: dict[str, str], files: dict[str, bytes]) -> ActMessage:
         b"--xyz\r\ncontent-disposition: form-data; " + head.encode() + b"\r\n\r\n" + data + b"\r\n"
         for head, data in parts
     )
-    return decode_form(body + b"--xyz--\r\n", "xyz")
+    return decode_form(body + b"--xyz--\r\n", "xyz", ReadContext())
 
 
 def test_a_form_carries_everything_a_message_does():

@@ -12,7 +12,7 @@ from starlette.types import Message
 
 from deft_client.errors import UnsupportedMessageError
 from deft_client.wire import msgpack_codec
-from deft_client.wire.fields import DEFAULT_LIMITS
+from deft_client.wire.fields import ReadContext
 from deft_client.wire.images import ImageEncoding
 from deft_client.wire.messages import ActMessage
 from deft_policies.constant import ConstantPolicy
@@ -78,7 +78,7 @@ def test_a_content_type_of_semicolons_is_refused_unread():
         headers = {"content-type": "multipart/form-data" + ";" * 160_000}
         assert client.post("/v1/act", content=b"x", headers=headers).status_code == 415
     with pytest.raises(UnsupportedMessageError, match="application/msgpack"):
-        decode_body("multipart/form-data" + ";" * 160_000, b"x", DEFAULT_LIMITS)
+        decode_body("multipart/form-data" + ";" * 160_000, b"x", ReadContext())
 
 
 @on_a_loop

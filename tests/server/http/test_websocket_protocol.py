@@ -137,10 +137,10 @@ def test_a_connection_lost_within_a_message_holds_nothing():
         protocol, _, client = await _connected(app)
         client.send_binary(bytes(300_000))
         protocol.data_received(b"".join(client.data_to_send())[:-1])
-        held_before = protocol.bounds.held.now
+        held_before = protocol.bounds.budget.now
         protocol.connection_lost(None)
         await asyncio.wait_for(ended.wait(), 30)
-        return held_before, protocol.bounds.held.now
+        return held_before, protocol.bounds.budget.now
 
     held_before, held_after = asyncio.run(lose())
     assert held_before >= 299_999
