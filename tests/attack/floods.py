@@ -294,6 +294,7 @@ FLOODS: dict[str, Attack] = {
     "PNGs of 8000 profiles": _posted(lambda _: _png()),
     "16 MB of zeros in JSON": _posted(lambda _: _ZEROS, kind=b"json"),
     "16 MB of maps in msgpack": _posted(lambda _: _maps()),
+    "small messages to a refusal": _websocket(_frame(2, b"x") * (CHUNK // 7), path=b"/"),
     "bombs where no camera is": _websocket(_frame(2, _bombs(1)), path=b"/"),
     "bombs for nine cameras": _websocket(_frame(2, _bombs(9)), path=b"/"),
     "a content type of semicolons": _repeat(

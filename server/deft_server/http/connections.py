@@ -274,6 +274,7 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
         self._unparsed = memoryview(b"")
         self._arriving_bytes = 0  # parsed, and of no whole message
         self._waiting_bytes: deque[int] = deque()  # of each message that waits for the app
+        self._bytes_after_close = 0
         self._num_controls = 0
         self._controls_until_s = 0.0
         self._clock: asyncio.TimerHandle | None = None
@@ -349,6 +350,11 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
             size = len(self._unparsed) if is_large else PARSED_BYTES
             part, self._unparsed = self._unparsed[:size], self._unparsed[size:]
             self._arriving_bytes += len(part)
+            if self.close_sent:
+                self._bytes_after_close += len(part)
+                if self._bytes_after_close > PARSED_BYTES:  # that is no answer to our close
+                    self.transport.close()
+                    return
             super().data_received(part)  # type: ignore[arg-type]
         if self.conn.handshake_exc is not None:  # uvicorn would leave it without an answer
             self.transport.write(b"".join(self.conn.data_to_send()))

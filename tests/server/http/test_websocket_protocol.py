@@ -12,7 +12,7 @@ from uvicorn.server import ServerState
 from websockets.client import ClientProtocol
 from websockets.uri import parse_uri
 
-from deft_server.http.connections import build_websocket_protocol
+from deft_server.http.connections import PARSED_BYTES, build_websocket_protocol
 from deft_server.serving.bounds import ConnectionBounds
 from deft_server.settings import Settings
 
@@ -176,3 +176,51 @@ def test_text_that_is_not_utf8_closes_the_connection_without_a_traceback(
     assert is_closed
     assert (1007).to_bytes(2, "big") in answer
     assert not caplog.records
+
+
+async def _refuse(scope: dict, receive, send) -> None:  # type: ignore[no-untyped-def]
+    await receive()
+    await send({"type": "websocket.accept"})
+    await receive()
+    await send({"type": "websocket.close", "code": 1011})
+
+
+@pytest.mark.parametrize("size", [2, 100_000])
+def test_who_goes_on_after_the_close_is_cut_off(size: int):
+    """Once whatever came within ten seconds was read, and in the end kept: 4 s for everybody."""
+
+    async def go_on() -> tuple[int, bool, int]:
+        protocol, wire, client = await _connected(_refuse)
+        client.send_binary(bytes(size))
+        message = b"".join(client.data_to_send())
+        protocol.data_received(message)
+        while not protocol.close_sent:
+            await asyncio.sleep(0)
+        num_sent = 0
+        while num_sent < 1_000_000 and not wire.is_closed:
+            protocol.data_received(message)
+            num_sent += len(message)
+        is_closed = wire.is_closed
+        protocol.connection_lost(None)
+        await asyncio.sleep(0)
+        return num_sent, is_closed, protocol.bounds.budget.now
+
+    num_sent, is_closed, held = asyncio.run(go_on())
+    assert is_closed
+    assert num_sent <= size + 2 * PARSED_BYTES
+    assert held == 0
+
+
+def test_the_answer_to_our_close_is_read():
+    async def close() -> bool:
+        protocol, wire, client = await _connected(_refuse)
+        client.send_binary(b"x")
+        protocol.data_received(b"".join(client.data_to_send()))
+        while not protocol.close_sent:
+            await asyncio.sleep(0)
+        client.send_binary(b"was on its way")
+        client.send_close(1011)
+        protocol.data_received(b"".join(client.data_to_send()))
+        return protocol.conn.close_rcvd is not None
+
+    assert asyncio.run(close())
