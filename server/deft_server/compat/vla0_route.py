@@ -1,15 +1,15 @@
 """`POST /predict_base64` and `/predict_base64_stream` as VLA-0's server answers its clients.
 
 Rows are in the order of the plain endpoint. Of the stream each leaves once its numbers are
-committed. A stream whose answer fails after its first row ends with a line that says why, and the
-connection breaks off: VLA-0's clients skip lines without a row, but raise where a body has no end.
-These clients know no sessions, so that a caller's address and key stand for one. Other errors are
-problems with a status, as everywhere.
+committed. All are rows of one answer: a stream whose answer fails after its first row, or is begun
+anew and turns out another, ends with a line that says why, and the connection breaks off. VLA-0's
+clients skip lines without a row, but raise where a body has no end. They know no sessions, so that
+a caller's address and key stand for one. Other errors are problems with a status, as everywhere.
 """
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -33,7 +33,7 @@ from deft_client.wire.messages import ActMessage
 from deft_policies.base import OnActions
 from deft_policies.errors import PolicyError
 from deft_server.compat.profiles import staying
-from deft_server.errors import ServerError
+from deft_server.errors import PolicyFailedError, ServerError
 from deft_server.http.frame_bodies import read_body
 from deft_server.http.gate import caller_of, exchange_of
 from deft_server.http.problems import describe
@@ -82,6 +82,16 @@ async def _answered(
     return await service.act(message.observation, options, caller, arrived_s, on_actions)
 
 
+class _AnotherAnswerError(PolicyFailedError):
+    """Rows of one answer have left, and the rows that are there now are another's."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the answer was begun anew after a failure, and differs from the rows already sent; "
+            "send the frame again"
+        )
+
+
 class _RowStream(Response):
     """Rows as they are committed."""
 
@@ -91,7 +101,7 @@ class _RowStream(Response):
         super().__init__(media_type="application/x-ndjson")
         del self.headers["content-length"]
         self._answer, self._arrived_s = answer, arrived_s
-        self._num_sent = 0
+        self._sent: Sequence[NDArray[np.float64]] = ()  # rows that have left
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send rows until the answer has ended, or raise if it fails before the first."""
@@ -104,9 +114,12 @@ class _RowStream(Response):
         try:
             while (actions := await begun.get()) is not None:
                 await self._send_rows(actions, send)
-            await self._send_rows((await answering).actions, send)
+            actions = (await answering).actions
+            await self._send_rows(actions, send)
+            if len(actions) < len(self._sent):
+                raise _AnotherAnswerError
         except (PolicyError, ServerError) as error:
-            if not self._num_sent:
+            if not len(self._sent):
                 raise
             line = encode_failure(describe(error, request))
             await send({"type": "http.response.body", "body": line, "more_body": True})
@@ -118,12 +131,18 @@ class _RowStream(Response):
 
     async def _send_rows(self, actions: NDArray[np.float64], send: Send) -> None:
         """Send those that were not sent yet."""
-        if not self._num_sent:
+        num_sent = len(self._sent)
+        # After a round that failed an answer may be begun anew, and may turn out another.
+        if not all(map(np.array_equal, actions, self._sent)):
+            raise _AnotherAnswerError
+        if len(actions) <= num_sent:
+            return
+        if not num_sent:
             start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             await send(start)
-        lines = encode_rows(actions, self._num_sent)
+        lines = encode_rows(actions, num_sent)
         await send({"type": "http.response.body", "body": lines, "more_body": True})
-        self._num_sent = len(actions)
+        self._sent = list(actions)
 
 
 def _decode(body: bytes, context: ReadContext) -> ActMessage:

@@ -18,7 +18,7 @@ from deft_policies.errors import PolicyError
 from deft_server.errors import NotReadyError
 from deft_server.replicas.replica import FrontState, ReplicaAnswer
 from deft_server.serving.hosting import HostedPolicy, Listener
-from deft_server.serving.request import Failure, Outcome, Request
+from deft_server.serving.request import FailedCall, Outcome, Request
 from deft_server.settings import SettingsError
 
 LOOK_EVERY_S = 0.5
@@ -134,7 +134,7 @@ class ReplicaHost:
         request.service_s = time.perf_counter() - started_s  # with the journey
         self._listener.round_ended(self, [request], failures)
 
-    async def _outcome(self, request: Request) -> tuple[Outcome, list[Failure]]:
+    async def _outcome(self, request: Request) -> tuple[Outcome, list[FailedCall]]:
         ask = replace(request.ask, on_actions=None)  # a call does not travel
         reason, request.size = "", 1
         num_waiting = self._listener.num_batches_waiting
@@ -146,7 +146,9 @@ class ReplicaHost:
                 if returned.policy is not None and returned.version != self._version:
                     self._learn(returned.version, returned.policy)
                 request.replica, request.size = returned.replica, returned.size
-                return returned.unpacked(), returned.failures
+                request.num_tries = returned.num_tries
+                failures = [FailedCall(kind, returned.size) for kind in returned.failures]
+                return returned.unpacked(), failures
             except ReplicaLostError as error:
                 reason = str(error)
                 logger.warning("a frame was lost: %s", reason)
@@ -156,4 +158,4 @@ class ReplicaHost:
                 reason = repr(error)
                 logger.exception("a frame was lost on its way")
         lost = NotReadyError(f"the replica was lost: {reason}; send the frame again")
-        return lost, ["lost"]
+        return lost, [FailedCall("lost", 1)]

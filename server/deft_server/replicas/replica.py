@@ -66,6 +66,7 @@ class ReplicaAnswer:
     failures: list[Failure]
     policy: HostedPolicy | None = None
     size: int = 1  # the most frames that were answered together with this one
+    num_tries: int = 1  # how often it began
 
     def unpacked(self) -> Outcome:
         """Return the answer as the scheduler knows it."""
@@ -90,7 +91,7 @@ class Replica:
         self.policy = HostedPolicy.of(policy)
         self._rounds = Rounds(policy)
         self._joining: list[Request] = []
-        self._ended: dict[Request, asyncio.Future[list[Failure]]] = {}
+        self._ended: dict[Request, asyncio.Future[None]] = {}
         self._playing: asyncio.Task[None] | None = None
 
     @property
@@ -109,25 +110,32 @@ class Replica:
         session = RobotSession("", None, now_s, ask.memory)  # the front keeps the robot's
         deadline_s = now_s + state.left_s
         request = Request(ask.observation, ask.options, session, now_s, deadline_s)
-        failures: list[Failure] = []
         try:
             self.policy.check(ask.observation, ask.options)
-            failures = await self._played(request)
+            await self._played(request)
         except RequestError as error:
             request.outcome = error
         outcome = request.outcome or DeadlineError("no answer was ready at the deadline")
         known = None if state.version == self.version else self.facts
         size = max(1, request.size)
-        return ReplicaAnswer(self._name, self.version, _pack(outcome), failures, known, size)
+        return ReplicaAnswer(
+            self._name,
+            self.version,
+            _pack(outcome),
+            request.failures,
+            known,
+            size,
+            request.num_tries,
+        )
 
-    async def _played(self, request: Request) -> list[Failure]:
-        """Have a frame join, wait until it has ended, and return what failed in that round."""
+    async def _played(self, request: Request) -> None:
+        """Have a frame join, and wait until it has ended."""
         self._joining.append(request)
         self._ended[request] = asyncio.get_running_loop().create_future()
         if self._playing is None:
             self._playing = asyncio.create_task(self._play())
         try:
-            return await self._ended[request]
+            await self._ended[request]
         finally:
             request.is_given_up = True
             del self._ended[request]
@@ -139,13 +147,11 @@ class Replica:
             while self._joining or self._rounds.num_running:
                 joining, self._joining = self._joining, []
                 self.busy_since_s = time.monotonic()
-                ended, failures = await loop.run_in_executor(
-                    self._thread, self._rounds.play, joining
-                )
+                ended, _ = await loop.run_in_executor(self._thread, self._rounds.play, joining)
                 for request in ended:
                     waiting = self._ended.get(request)
                     if waiting is not None and not waiting.done():  # else it was given up just now
-                        waiting.set_result(failures)
+                        waiting.set_result(None)
         finally:
             self.busy_since_s = self._playing = None
 

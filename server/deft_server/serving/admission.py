@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from deft_server.serving.request import Failure, Request
+from deft_server.serving.request import FailedCall, Request
 
 MARGIN = 2.0  # of what a frame may take, over what is expected: estimates are only so good
 TRY_EVERY_S = 5.0  # how often a frame may join although that looks too dear: prices change
@@ -106,12 +106,12 @@ class Admission:
             if frame.has_deadline:
                 self._limit.note(company, frame.deadline_s <= now_s)
 
-    def limit_batches(self, ended: Sequence[Request], failures: Sequence[Failure]) -> None:
+    def limit_batches(self, failures: Sequence[FailedCall]) -> None:
         """Halve the batch where the device gave up; let it grow after many good rounds."""
-        if "device" in failures:
+        sizes = [one.size for one in failures if one.kind == "device" and not one.is_retry]
+        if sizes:
             self._num_good_rounds = 0
-            size = max(len(ended), *(one.size for one in ended))
-            self.max_batch = max(1, min(self.max_batch, size) // 2)
+            self.max_batch = max(1, min(self.max_batch, *sizes) // 2)
         elif not failures:
             self._num_good_rounds += 1
             if self.max_batch < self._most and self._num_good_rounds >= GOOD_ROUNDS_BEFORE_GROWTH:

@@ -19,7 +19,7 @@ from deft_client.types import ActOptions, Observation, ServerInfo
 from deft_policies.base import ActionLimits, LimitedPolicy, Policy, SteppedPolicy
 from deft_policies.errors import PolicyError
 from deft_policies.model.statistics import find_statistics_key
-from deft_server.serving.request import Failure, Request
+from deft_server.serving.request import FailedCall, Request
 from deft_server.serving.rounds import Rounds
 from deft_server.settings import SettingsError
 
@@ -78,9 +78,9 @@ class Listener(Protocol):
         """The policy could not be loaded or warmed up; trying again would not help."""
 
     def round_ended(
-        self, host: "PolicyHost", ended: Sequence[Request], failures: Sequence[Failure]
+        self, host: "PolicyHost", ended: Sequence[Request], failures: Sequence[FailedCall]
     ) -> None:
-        """These frames came back from the policy, and its calls that failed meanwhile."""
+        """These frames came back from the policy, and these calls of it failed meanwhile."""
 
 
 class PolicyHost(Protocol):
@@ -172,7 +172,7 @@ class PolicyThread:
                 return
             ended, failures = rounds.play([one for some in joining for one in some or ()])
             self.last_round_s = time.monotonic()
-            if ended:
+            if ended or failures:
                 self._report(partial(self._listener.round_ended, self, ended, failures))
 
     def _report(self, report: Callable[[], None]) -> None:

@@ -6,7 +6,7 @@ answer: the scheduler passes it on to whoever waits.
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from deft_client.types import ActOptions, Observation
@@ -16,6 +16,15 @@ from deft_server.serving.sessions import RobotSession
 # Why a call of the policy did not answer; "lost" means that the replica did not come back.
 Failure = Literal["raised", "device", "request", "lost"]
 Outcome = ActAnswer | Exception
+
+
+@dataclass(frozen=True)
+class FailedCall:
+    """A call of the policy that failed."""
+
+    kind: Failure
+    size: int  # how many frames it was for
+    is_retry: bool = False  # of a frame whose first call had failed
 
 
 @dataclass(eq=False, slots=True)
@@ -47,6 +56,8 @@ class Request:
     joined_s: float = 0.0  # by time.perf_counter, where the policy is
     service_s: float = 0.0
     size: int = 0  # the most frames that were answered together, this one among them
+    num_tries: int = 0  # how often it began
+    failures: list[Failure] = field(default_factory=list)  # of calls, perhaps because of it
     replica: str = "0"  # who answered, where there are several
 
     @property
@@ -66,6 +77,11 @@ class Request:
     def has_deadline(self) -> bool:
         """Whether the caller said when the answer is of no more use."""
         return self.deadline_s < math.inf
+
+    @property
+    def is_hurried(self) -> bool:
+        """Whether it goes on while texts, and frames without a deadline, sit a round out."""
+        return self.has_deadline and not self.is_text
 
     @property
     def alike(self) -> str:

@@ -16,7 +16,7 @@ from deft_server.serving.hosting import HostedPolicy, NewHost, PolicyHost
 from deft_server.serving.lifecycle import Readiness, Reloads, ServerPhase
 from deft_server.serving.metrics import Metrics
 from deft_server.serving.queue import FrameQueue
-from deft_server.serving.request import Failure, Outcome, Request
+from deft_server.serving.request import FailedCall, Outcome, Request
 from deft_server.settings import Settings, SettingsError
 
 STOP_TIMEOUT_S = 5.0
@@ -157,7 +157,7 @@ class Scheduler:
         self.on_fatal(ServerPhase.BROKEN)
 
     def round_ended(
-        self, host: PolicyHost, ended: Sequence[Request], failures: Sequence[Failure]
+        self, host: PolicyHost, ended: Sequence[Request], failures: Sequence[FailedCall]
     ) -> None:
         """Hand out the answers that are ready, and let waiting frames have their places."""
         if host is not self._host:
@@ -165,13 +165,17 @@ class Scheduler:
         now_s = time.monotonic()
         for request in ended:
             # One that was cut shows, too, how long it takes: longer than it had.
-            is_measure = not failures and (request.outcome or request.deadline_s <= now_s)
+            is_measure = (
+                not failures
+                and request.num_tries == 1
+                and (request.outcome or request.deadline_s <= now_s)
+            )
             self._admission.finish(request, now_s, request.service_s if is_measure else None)
             if request.outcome is not None:
                 request.queue_s = max(0.0, now_s - request.service_s - request.arrived_s)
                 self._deliver(request, request.outcome)
                 self._loop.call_soon(self._metrics.count_frame, request)
-        if any(one.outcome is not None for one in ended):
+        if failures or any(one.outcome is not None for one in ended):
             self._note(ended, failures)
         self._watch()
         self._dispatch()
@@ -225,20 +229,22 @@ class Scheduler:
             self.queue.remove(request)
             self._deliver(request, error)
 
-    def _note(self, ended: Sequence[Request], failures: Sequence[Failure]) -> None:
+    def _note(self, ended: Sequence[Request], failures: Sequence[FailedCall]) -> None:
         """Draw the lessons of a round: failures, batch size, readiness."""
-        for failure in failures:
-            self._metrics.policy_failures.labels(failure).inc()
+        for call in failures:
+            self._metrics.policy_failures.labels(call.kind).inc()
         if not failures and self._settings.log_batches:
             for request in ended:
                 logger.info("a batch of %d took %.3f ms", request.size, request.service_s * 1000)
         before = self._admission.max_batch
-        self._admission.limit_batches(ended, failures)
+        self._admission.limit_batches(failures)
         if self._admission.max_batch != before:
             logger.warning("batches now have at most %d frames", self._admission.max_batch)
-        has_broken = "raised" in failures or "device" in failures
-        has_failed = has_broken and not any(isinstance(one.outcome, ActAnswer) for one in ended)
-        self._readiness.note("batches failed", is_over=not has_failed)
+        has_answered = any(isinstance(one.outcome, ActAnswer) for one in ended)
+        # A batch counts once, however many of its frames fail again.
+        has_failed = any(one.kind in ("raised", "device") and not one.is_retry for one in failures)
+        if has_answered or has_failed:
+            self._readiness.note("batches failed", is_over=has_answered)
 
     def _watch(self) -> None:
         """Have every round end in time."""

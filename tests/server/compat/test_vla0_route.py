@@ -3,9 +3,9 @@
 import base64
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from io import BytesIO
 from typing import Any
 
@@ -14,9 +14,11 @@ import msgpack
 import numpy as np
 import pytest
 from fastapi.testclient import TestClient
+from numpy.typing import NDArray
 
 from deft_client.peers.arrays import pack, unpack
-from deft_policies.base import ActionLimits
+from deft_policies.base import ActionLimits, Running
+from deft_policies.errors import DeviceError
 from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
 from deft_policies.model.formats import Precision
@@ -139,6 +141,53 @@ def test_rows_beyond_the_statistics_do_not_leave() -> None:
     *rows, end = map(json.loads, response.text.splitlines())
     assert [one["index"] for one in rows] == [0, 1, 2]
     assert end["error"]["type"].endswith("unsafe-answer")
+
+
+@dataclass(eq=False)
+class Forgetful(RowByRowPolicy):
+    """Loses all that is on its way once, in the fifth round; what it answers then is `again`."""
+
+    again: float = 0.0  # higher in every number than before
+    num_rows: int = 8  # then
+
+    def step(self, first: Collection[Running] = ()) -> list[Running]:
+        if len(self.rounds) == 4:
+            self.rounds.append([])
+            self.left.clear()
+            raise DeviceError("no memory")
+        return super().step(first)
+
+    def rows(self, running: Running, left: int) -> NDArray[np.float64]:
+        rows = super().rows(running, left)
+        return rows[: self.num_rows] + self.again if len(self.rounds) > 4 else rows
+
+
+def streamed(policy: RowByRowPolicy) -> tuple[list[Any], Any]:
+    """The rows of a stream, and its last line."""
+    with client_of(create_app(policy)) as client:
+        body = {
+            "base64_rgb": [npy(np.zeros((4, 4, 3), np.uint8))],
+            "state": [0.0] * 6,
+            "instr": "8 rows",
+        }
+        response = client.post("/predict_base64_stream", json=body)
+    *rows, end = map(json.loads, response.text.splitlines())
+    return rows, end
+
+
+def test_a_stream_goes_on_where_its_answer_is_begun_anew_and_is_the_same() -> None:
+    rows, end = streamed(Forgetful())
+    assert rows == [{"index": at, "value": [[at] * 7]} for at in range(8)]
+    assert list(end) == ["time_taken"]
+
+
+@pytest.mark.parametrize("another", [{"again": 0.1}, {"num_rows": 3}], ids=["other", "fewer"])
+def test_a_stream_never_holds_rows_of_two_answers(another: dict[str, Any]) -> None:
+    """Once it held four of one and four of the other, with status 200."""
+    rows, end = streamed(Forgetful(**another))
+    assert rows == [{"index": at, "value": [[at] * 7]} for at in range(4)]
+    assert end["error"]["type"].endswith("policy-failed")
+    assert "rows already sent" in end["error"]["detail"]
 
 
 HUGE = BytesIO()

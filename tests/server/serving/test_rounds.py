@@ -1,5 +1,6 @@
 """A policy played round by round: who is in which round, who is cut, and who fails for whom."""
 
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -12,7 +13,7 @@ from deft_policies.errors import DeviceError, RequestError
 from deft_policies.memory import SessionMemory
 from deft_server.errors import PolicyFailedError
 from deft_server.serving.queue import FrameQueue
-from deft_server.serving.request import Failure, Request
+from deft_server.serving.request import FailedCall, Failure, Request
 from deft_server.serving.rounds import Rounds
 from deft_server.serving.sessions import RobotSession
 from tests.standins.policies import (
@@ -40,6 +41,15 @@ def played(rounds: Rounds, *joining: Request) -> list[Request]:
     ended, failures = rounds.play(joining)
     assert not failures
     return ended
+
+
+def played_out(rounds: Rounds, *joining: Request) -> tuple[list[Request], list[Failure]]:
+    """Let frames join and play until nothing is left: who has ended, and what failed."""
+    ended, calls = rounds.play(joining)
+    while rounds.num_running:
+        more, failed = rounds.play(())
+        ended, calls = ended + more, calls + failed
+    return ended, [one.kind for one in calls]
 
 
 def names(frames: Sequence[Request]) -> list[str]:
@@ -80,12 +90,11 @@ def test_a_frame_that_the_policy_does_not_take_fails_alone():
     rounds = Rounds(policy)
     before, bad, good = asked("2 before"), asked("refuse"), asked("1 good")
     played(rounds, before)
-    ended, failures = rounds.play([bad, good])
+    ended, failures = played_out(rounds, bad, good)
     assert set(failures) == {"request"}
-    assert names(ended) == ["refuse", "1 good"]
+    assert names(ended) == ["refuse", "2 before", "1 good"]
     assert isinstance(bad.outcome, RequestError)
     assert isinstance(good.outcome, ActAnswer)
-    assert played(rounds) == [before]
     assert isinstance(before.outcome, ActAnswer)
 
 
@@ -97,7 +106,7 @@ def test_where_a_round_fails_each_is_answered_once_more_alone(error, failure):
     policy = SteppedFake(error=lambda names: error if len(names) > 1 else None)
     rounds = Rounds(policy)
     both = [asked("2 a"), asked("2 b")]
-    assert rounds.play(both) == (both, [failure])
+    assert played_out(rounds, *both) == (both, [failure])
     assert all(isinstance(one.outcome, ActAnswer) for one in both)
     assert policy.rounds == [["2 a", "2 b"], ["2 a"], ["2 a"], ["2 b"], ["2 b"]]
     assert rounds.num_running == 0
@@ -107,7 +116,7 @@ def test_frames_that_failed_or_ended_are_not_decoded_again():
     policy = SteppedFake(error=lambda names: ValueError("a bug"))
     rounds = Rounds(policy)
     alone = asked("2 alone")
-    assert rounds.play([alone]) == ([alone], ["raised"])
+    assert played_out(rounds, alone) == ([alone], ["raised"])
     assert isinstance(alone.outcome, PolicyFailedError)
     assert policy.rounds == [["2 alone"]]
 
@@ -129,12 +138,106 @@ def test_frames_lost_during_a_retry_are_answered_alone():
     rounds = Rounds(Small())
     before, heavy = asked("3 before"), asked("1 heavy")
     played(rounds, before)
-    ended, failures = rounds.play([heavy])
+    ended, failures = played_out(rounds, heavy)
     assert ended == [heavy, before]
     assert failures == ["device", "device"]
     assert isinstance(heavy.outcome, DeviceError)
     assert isinstance(before.outcome, ActAnswer)
     assert rounds.num_running == 0
+
+
+def failing_once(*instructions: str) -> tuple[SteppedFake, Rounds, list[Request]]:
+    """Frames whose first round has failed."""
+    policy = SteppedFake()
+    policy.error = lambda names: ValueError("once") if len(policy.rounds) == 1 else None
+    rounds, frames = Rounds(policy), batch_of(*instructions)
+    ended, failures = rounds.play(frames)
+    assert not ended
+    assert failures == [FailedCall("raised", len(frames))]
+    return policy, rounds, frames
+
+
+def test_what_failed_is_tried_again_in_rounds_of_one_step_like_any_other():
+    """Once it was played to its end in a round: that took so long that it looked like a hang."""
+    policy, rounds, frames = failing_once("30 a", "30 b", "30 c")
+    for num_rounds in range(2, 92):
+        assert rounds.num_running
+        rounds.play(())
+        assert len(policy.rounds) == num_rounds
+        assert len(policy.left) <= 1
+    assert rounds.num_running == 0
+    assert all(isinstance(one.outcome, ActAnswer) for one in frames)
+
+
+def test_callers_who_leave_are_not_answered_once_more():
+    policy, rounds, (playing, waiting, kept) = failing_once("30 playing", "30 waiting", "2 kept")
+    played(rounds)
+    playing.is_given_up = waiting.is_given_up = True
+    ended, _ = played_out(rounds)
+    assert set(ended) == {playing, waiting, kept}
+    assert policy.rounds[1:] == [["30 playing"], ["2 kept"], ["2 kept"]]
+    assert playing.outcome is waiting.outcome is None
+
+
+def test_what_is_due_first_is_tried_again_first_and_texts_come_last():
+    policy = SteppedFake(error=lambda names: ValueError("together") if len(names) > 1 else None)
+    rounds, frames = Rounds(policy), batch_of("9 text", "9 whenever", "1 later", "1 soon")
+    frames[0].is_text = True
+    frames[2].deadline_s, frames[3].deadline_s = (time.monotonic() + s for s in (600, 60))
+    ended, _ = played_out(rounds, *frames)
+    assert names(ended) == ["1 soon", "1 later", "9 whenever", "9 text"]
+
+
+def test_who_joins_after_a_failure_does_not_wait_for_what_is_tried_again():
+    _, rounds, _ = failing_once("30 a", "30 b")
+    played(rounds)
+    new = asked("2 new")
+    ended = played(rounds, new)
+    for _ in range(3):  # every other round is a retry's
+        ended += played(rounds)
+    assert ended == [new]
+    assert rounds.num_running == 2
+
+
+@pytest.mark.parametrize("honours_first", [True, False])
+def test_the_culprit_is_found_among_frames_that_joined_meanwhile(honours_first: bool):
+    """A policy may have others go on in the round of one that is tried again."""
+
+    class Picky(SteppedFake):
+        def step(self, first=()):
+            return super().step(first if honours_first else ())
+
+    policy = Picky(error=lambda names: ValueError("no") if "3 bad" in names else None)
+    rounds = Rounds(policy)
+    bad, good = asked("3 bad"), batch_of(*(f"{number} good" for number in (3, 5, 7, 9)))
+    rounds.play([good[0], bad])
+    for one in good[1:]:
+        rounds.play([one])
+    played_out(rounds)
+    assert isinstance(bad.outcome, PolicyFailedError)
+    assert [type(one.outcome) for one in good] == [ActAnswer] * 4
+
+
+def test_a_policy_that_cannot_let_go_of_an_answer_goes_on_with_the_others(
+    caplog: pytest.LogCaptureFixture,
+):
+    """Once that ended the policy's thread without a word."""
+
+    class Clinging(SteppedFake):
+        def cancel(self, running):
+            raise ValueError("not now")
+
+    policy = Clinging(error=lambda names: ValueError("a bug") if "bad" in str(names) else None)
+    rounds = Rounds(policy)
+    gone, kept, bad = asked("9 gone"), asked("3 kept"), asked("1 bad")
+    played(rounds, gone, kept)
+    gone.is_given_up = True
+    assert played(rounds) == [gone]
+    ended, _ = played_out(rounds, bad)
+    assert set(ended) == {kept, bad}
+    assert isinstance(kept.outcome, ActAnswer)
+    assert isinstance(bad.outcome, PolicyFailedError)
+    assert "could not let go" in caplog.text
 
 
 def test_an_answer_that_means_nothing_fails_alone():
@@ -147,7 +250,7 @@ def test_an_answer_that_means_nothing_fails_alone():
 
     rounds = Rounds(Broken())
     broken, good = asked("3 broken"), asked("1 good")
-    ended, failures = rounds.play([good, broken])
+    ended, failures = played_out(rounds, good, broken)
     assert set(ended) == {good, broken}
     assert failures == ["request"]
     assert isinstance(broken.outcome, RequestError)
@@ -169,9 +272,10 @@ def batch_of(*instructions: str) -> list[Request]:
 def attempted(
     policy: Policy, frames: Sequence[Request]
 ) -> tuple[list[ActAnswer | Exception | None], list[Failure]]:
-    """Play frames to their end in one round; return what became of each, and what failed."""
-    ended, failures = Rounds(policy).play(frames)
-    assert ended == frames
+    """Play frames to their end; return what became of each, and what failed."""
+    ended, failures = played_out(Rounds(policy), *frames)
+    assert set(ended) == set(frames)
+    assert len(ended) == len(frames)
     return [one.outcome for one in frames], failures
 
 
@@ -269,15 +373,19 @@ PLACES = 3
 
 
 class SteppedTraffic(RuleBasedStateMachine):
-    """Frames of sessions join, are answered, hang up and run late, in any order.
+    """Frames of sessions join, are answered, hang up and spoil a round, in any order.
 
     Whatever happens, each is answered once, for its own session and in its order, or cut because
-    nobody waited for it any more; and a place is never empty while a frame could have it.
+    nobody waited for it any more, or refused because it was at fault; and a place is never empty
+    while a frame could have it.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.policy = SteppedFake()
+        self.policy = SteppedFake(error=self.fault)
+        self.will_fail = False
+        self.num_faults = 0
+        self.unlucky: set[str] = set()  # who was in a round that was to fail
         self.rounds = Rounds(self.policy)
         self.queue = FrameQueue(max_batch=PLACES, max_waiting=64)
         self.queue.admission.joins_midway = True
@@ -304,15 +412,41 @@ class SteppedTraffic(RuleBasedStateMachine):
         dropped.is_given_up = True
         self.dropped.add(dropped)
 
+    def fault(self, names: list[str]) -> Exception | None:
+        """A round fails when it was to, and always where a frame is poison."""
+        will_fail, self.will_fail = self.will_fail, False
+        if will_fail:
+            self.unlucky.update(names)
+        is_poisoned = any("poison" in one for one in names)
+        return ValueError("a bug") if will_fail or is_poisoned else None
+
+    @rule(flow=strategies.sampled_from("abcdef"))
+    def send_poison(self, flow: str) -> None:
+        self.queue.offer(asked(f"3 poison of {flow}", self.sessions[flow]), self.now_s)
+        self.start()
+
+    @precondition(lambda self: self.num_faults < 2)  # more could hit one frame again and again
+    @rule()
+    def fail_once(self) -> None:
+        self.will_fail = True
+        self.num_faults += 1
+
     @rule(step_s=strategies.floats(0.001, 0.05))
     def play(self, step_s: float) -> None:
         self.now_s += step_s
         joining, self.joining = self.joining, []
-        for one in played(self.rounds, *joining):
+        num_rounds = len(self.policy.rounds)
+        ended, _ = self.rounds.play(joining)
+        assert len(self.policy.rounds) <= num_rounds + 1
+        for one in ended:
             self.flying.remove(one)
             self.queue.admission.finish(one, self.now_s, one.service_s)
             if one.outcome is None:
                 assert one in self.dropped
+                continue
+            name = one.observation.instruction
+            if "poison" in name or (name in self.unlucky and isinstance(one.outcome, Exception)):
+                assert isinstance(one.outcome, PolicyFailedError)
                 continue
             assert isinstance(one.outcome, ActAnswer)
             assert one.outcome.memory.num_steps == one.session.memory.num_steps + 1
@@ -326,7 +460,7 @@ class SteppedTraffic(RuleBasedStateMachine):
         could_go = {one.flow for one in self.queue.frames} - flows
         assert not could_go or len(self.flying) == PLACES
         assert self.rounds.num_running == len(self.flying) - len(self.joining)
-        assert len(self.policy.left) == self.rounds.num_running
+        assert len(self.policy.left) <= self.rounds.num_running
 
     def teardown(self) -> None:
         for _ in range(6 * 12):

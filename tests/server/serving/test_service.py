@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import wraps
 from typing import Any
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from deft_client.types import ActionChunk, ActOptions, Intervention
+from deft_policies.base import ActRequest
 from deft_policies.errors import DeviceError
 from deft_server.errors import (
     DeadlineError,
@@ -252,6 +253,39 @@ async def test_a_policy_that_raises_once_fails_one_frame_and_serves_the_next():
     with pytest.raises(PolicyFailedError):
         await send(service, "a")
     assert (await send(service, "a")).actions[0, 0] == 1
+    await service.close()
+
+
+@on_a_loop
+async def test_a_batch_that_fails_counts_once_however_many_of_its_frames_fail_again():
+    """Who sends three bad frames at once does not make the server unready for all."""
+    policy = RaisingPolicy(error=lambda batch: ValueError("bad"))
+    service = await started(policy, unready_after_failures=2)
+    tasks = [send(service, name) for name in "abc"]
+    failed = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(one) for one in failed] == [PolicyFailedError] * 3
+    assert policy.sizes == [3, 1, 1, 1]
+    assert service.readiness.phase is ServerPhase.READY
+    with pytest.raises(PolicyFailedError):
+        await send(service, "a")
+    assert service.readiness.phase is ServerPhase.FAILING
+    await service.close()
+
+
+@on_a_loop
+async def test_a_frame_too_large_for_the_device_halves_no_batch_when_it_is_tried_again():
+    def out_of_memory(batch: Sequence[ActRequest]) -> Exception | None:
+        is_large = any(one.observation.image.shape[0] > 4 for one in batch)
+        return DeviceError("CUDA out of memory (simulated)") if is_large else None
+
+    service = await started(RaisingPolicy(error=out_of_memory), max_batch=8)
+    large = service.act(frame(8), ActOptions(session_id="large"), CALLER)
+    found = await asyncio.gather(
+        large, *(send(service, str(number)) for number in range(7)), return_exceptions=True
+    )
+    assert isinstance(found[0], DeviceError)
+    assert all(isinstance(one, ActionChunk) for one in found[1:])
+    assert service.scheduler.queue.admission.max_batch == 4
     await service.close()
 
 
