@@ -144,7 +144,8 @@ class Settings(BaseModel):
     keep_alive_s: Positive = Field(default=75.0, description="idle HTTP connections are closed")
     max_connections: Count = Field(default=4096, description="most connections; beyond it 503")
     max_connections_per_address: Count = Field(
-        default=1024, description="most connections from one address that is no trusted proxy"
+        default=1024,
+        description="most connections from one address, or of one that a trusted proxy names",
     )
 
     profile: ActProfile = Field(

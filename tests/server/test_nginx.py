@@ -36,7 +36,8 @@ pytestmark = needed
 @pytest.fixture(scope="module")
 def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
     settings = (
-        f"trusted_proxies=('127.0.0.1',), allowed_hosts=({NAME!r},), max_connections_per_address=1"
+        f"trusted_proxies=('127.0.0.1',), allowed_hosts=({NAME!r},), "
+        f"max_connections_per_address={MAX_STREAMS}"
     )
     with serving(settings=settings) as server:
         server.wait_until_ready()

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack, closing
 
 from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.responses import Response
@@ -100,7 +101,6 @@ class Gate:
         send: Send,
     ) -> None:
         started_s = time.perf_counter()
-        body: BoundedBody | None = None
         status = 0
 
         async def reply(message: Message) -> None:
@@ -118,8 +118,11 @@ class Gate:
             if scope["path"] in FRAME_PATHS:  # others may not exist: 404 for any body
                 check_length(headers.get(b"content-length", b""), most)
             scope[_EXCHANGE] = exchange = Exchange(self._bounds.budget, caller.owner)
-            body = BoundedBody(receive, self._bounds, most, exchange)
-            await self._app(scope, body, reply)
+            with (
+                self._bounds.in_hand(caller.address),
+                closing(BoundedBody(receive, self._bounds, most, exchange)) as body,
+            ):
+                await self._app(scope, body, reply)
         except (CallerGoneError, ClientDisconnect):
             status = 499  # there is nobody to answer
         except Exception as error:
@@ -130,21 +133,26 @@ class Gate:
             await problem_response(problem)(scope, receive, reply)
         finally:
             self._service.num_in_hand -= 1
-            if body is not None:
-                body.close()
             self._count(scope, status, started_s)
 
     async def _websocket(
         self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive, send: Send
     ) -> None:
-        try:
-            caller = self._admit(scope, headers)
-        except Exception as error:  # noqa: BLE001  the caller gets the error
-            self._count_refusal(scope, error)
-            problem = describe(error, HTTPConnection(scope))
-            await _refuse_handshake(scope, problem_response(problem), receive, send)
-            self._count(scope, problem.status, time.perf_counter())
-            return
+        with ExitStack() as held:
+            try:
+                caller = self._admit(scope, headers)
+                held.enter_context(self._bounds.in_hand(caller.address))
+            except Exception as error:  # noqa: BLE001  the caller gets the error
+                self._count_refusal(scope, error)
+                problem = describe(error, HTTPConnection(scope))
+                await _refuse_handshake(scope, problem_response(problem), receive, send)
+                self._count(scope, problem.status, time.perf_counter())
+                return
+            await self._serve_websocket(scope, caller, receive, send)
+
+    async def _serve_websocket(
+        self, scope: Scope, caller: Caller, receive: Receive, send: Send
+    ) -> None:
         started_s = time.perf_counter()
 
         async def counted_send(message: Message) -> None:

@@ -8,9 +8,9 @@ Knows nothing of sockets or messages.
 import asyncio
 import ipaddress
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from threading import Lock
 from typing import TypeVar
@@ -154,6 +154,7 @@ class ConnectionBounds:
         self.budget = ByteBudget(settings.max_total_bytes)
         self.num_open = 0  # connections
         self._open: Counter[str] = Counter()  # of each address
+        self._in_hand: Counter[str] = Counter()  # requests and WebSockets of each caller's address
         self._most = settings.max_connections + SPARE_CONNECTIONS
         self._proxies = [ipaddress.ip_network(one) for one in settings.trusted_proxies]
 
@@ -174,6 +175,27 @@ class ConnectionBounds:
         self._open[address] -= 1
         if not self._open[address]:
             del self._open[address]
+
+    @contextmanager
+    def in_hand(self, address: str) -> Iterator[None]:
+        """Count a request or a WebSocket of a caller whom a proxy may have named.
+
+        Its connection counts for the proxy. Raises `OverloadedError` where there are enough.
+        """
+        most = self.settings.max_connections_per_address
+        if self._in_hand[address] >= most:
+            raise OverloadedError(
+                f"{most} requests and WebSockets of this address are in hand; close some, see "
+                "max_connections_per_address",
+                BUSY_FOR_S,
+            )
+        self._in_hand[address] += 1
+        try:
+            yield
+        finally:
+            self._in_hand[address] -= 1
+            if not self._in_hand[address]:
+                del self._in_hand[address]
 
     def _is_proxy(self, address: str) -> bool:
         """Whether an address stands for many callers."""
