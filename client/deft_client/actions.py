@@ -27,6 +27,21 @@ _WAITS_KEPT = 10  # answers whose times are remembered
 
 
 @dataclass(frozen=True)
+class Excess:
+    """The limit that shortens an action most."""
+
+    limit: str  # `max_step` or `max_change`
+    dimension: int
+    wanted: float
+    allowed: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times too far it would go."""
+        return self.wanted / self.allowed if self.allowed else np.inf
+
+
+@dataclass(frozen=True)
 class ActionRules:
     """The kinds and limits of a robot's actions; tuples are [action_dim], and None is no limit.
 
@@ -101,6 +116,21 @@ class ActionRules:
         limited: Action = np.clip(near, origin - steps, origin + steps)
         return limited
 
+    def excess(self, action: Action, before: Action | None) -> Excess | None:
+        """Say which limit keeps an action from being commanded as it is; None where none does."""
+        before = np.zeros_like(action) if before is None else before
+        moved = np.abs(action - np.where(self.motions, 0.0, before))
+        changed = np.abs(action - before)
+        found = [
+            Excess(name, dimension, float(wanted[dimension]), float(allowed[dimension]))
+            for name, wanted, allowed in (
+                ("max_step", moved, self._bounds(self.max_step)),
+                ("max_change", changed, self._bounds(self.max_change)),
+            )
+            for dimension in np.flatnonzero(wanted > allowed).tolist()
+        ]
+        return max(found, key=lambda one: one.ratio, default=None)
+
     def hold(self, before: Action | None) -> Action | None:
         """Return the action that stays: no motion, every position as it was; None where unknown."""
         if before is None:
@@ -143,7 +173,8 @@ class ActionQueue:
     `next` in every period.
 
     `execute` is how many actions of a chunk are used if the next answer is in time; where it is
-    late, the others are better than nothing, except with `Seam.WAIT`.
+    late, the others are better than nothing, except with `Seam.WAIT`. Without a seam, chunks of one
+    action go by `Seam.SWITCH` and longer ones by `Seam.WAIT`.
     `weights` are of the chunks of an ensemble, the newest first; older ones do not count. Without
     them all count alike, and of a switch the newest.
     """
@@ -151,7 +182,7 @@ class ActionQueue:
     def __init__(
         self,
         rules: ActionRules,
-        seam: Seam = Seam.WAIT,
+        seam: Seam | None = Seam.WAIT,
         execute: int | None = None,
         weights: Sequence[float] = (),
     ) -> None:
@@ -159,12 +190,14 @@ class ActionQueue:
             raise ValueError(f"execute must be at least 1 action of each chunk, got {execute}")
         if any(not weight > 0 for weight in weights):
             raise ValueError(f"weights must be above 0, got {weights}")
-        self._switches, self._seam, self._execute = rules.switches, seam, execute
+        self._switches, self._execute = rules.switches, execute
+        self._given, self.seam = seam, seam  # the second one is what the last chunk goes by
         self._weights = np.array(weights)
         self._chunks: list[NDArray[np.float64]] = []  # [step, action_dim], what is left of each
         self._waits: deque[int] = deque([0], maxlen=_WAITS_KEPT)  # periods from frame to answer
         self._num_periods = self._num_executed = 0
         self._num_wanted = 0  # actions until the next answer should be there
+        self.chunk_length = 1  # of the last answer
         self._asked: tuple[int, int] | None = None  # periods and actions when the frame was taken
         self._answered: int | None = None  # actions when the frame was taken of the last answer
 
@@ -177,9 +210,9 @@ class ActionQueue:
 
         Goes by the slowest of the latest answers. A caller asks one question at a time.
         """
-        if self._seam is Seam.WAIT:
+        if self.seam in (None, Seam.WAIT):
             return not self._chunks
-        return self._seam is Seam.ENSEMBLE or self._num_wanted <= max(self._waits)
+        return self.seam is Seam.ENSEMBLE or self._num_wanted <= max(self._waits)
 
     def ask(self) -> int | None:
         """Say that a frame has been taken, before this period's action: `refill` answers it.
@@ -195,14 +228,17 @@ class ActionQueue:
             return
         (periods, executed), self._asked = self._asked, None
         self._waits.append(self._num_periods - periods)
+        self.chunk_length = len(chunk.actions)
+        if self._given is None:
+            self.seam = Seam.SWITCH if self.chunk_length == 1 else Seam.WAIT
         self._answered = executed if len(chunk.actions) > 1 else None
         # An answer that comes when all of it is over still says what to do last.
         first = min(self._num_executed - executed, len(chunk.actions) - 1)
         left = np.array(chunk.actions[first:])  # whoever made them may write them again
         self._num_wanted = max((self._execute or len(chunk.actions)) - first, 1)
-        if self._seam is Seam.WAIT:
+        if self.seam is Seam.WAIT:
             left = left[: self._num_wanted]
-        self._chunks = [*self._chunks, left] if self._seam is Seam.ENSEMBLE else [left]
+        self._chunks = [*self._chunks, left] if self.seam is Seam.ENSEMBLE else [left]
         if len(self._weights):
             self._chunks = self._chunks[-len(self._weights) :]
 

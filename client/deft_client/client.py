@@ -21,7 +21,7 @@ from typing import Any, cast
 import httpx
 
 from deft_client.actions import check_actions
-from deft_client.deadlines import DeadlineTransport, ending_at
+from deft_client.deadlines import DeadlineTransport, ending_at, ends_at
 from deft_client.errors import (
     AnswerTimeoutError,
     DeftError,
@@ -202,7 +202,7 @@ class PolicyClient:
         patience_s = self.settings.timeouts.answer_s
         if deadline_ms is not None:
             patience_s = min(patience_s, max(deadline_ms, 0.0) / 1000 + WAY_BACK_S)
-        return time.monotonic() + patience_s
+        return min(time.monotonic() + patience_s, ends_at())
 
     def _post_act(self, body: bytes, gives_up_at: float) -> HttpReply:
         headers = {"content-type": msgpack_codec.CONTENT_TYPE, "accept": msgpack_codec.CONTENT_TYPE}

@@ -27,10 +27,18 @@ NEVER = float("inf")
 _gives_up_at: ContextVar[float] = ContextVar("deft_client_gives_up_at", default=NEVER)
 
 
+def ends_at() -> float:
+    """Return the moment at which this thread's calls end, whatever they allow themselves."""
+    return _gives_up_at.get()
+
+
 @contextmanager
 def ending_at(moment: float) -> Iterator[None]:
-    """End every wait of this thread's `DeadlineTransport` at a moment of `time.monotonic`."""
-    token = _gives_up_at.set(moment)
+    """End every wait of this thread's `DeadlineTransport` at a moment of `time.monotonic`.
+
+    Inside another one the earlier moment counts.
+    """
+    token = _gives_up_at.set(min(moment, ends_at()))
     try:
         yield
     finally:

@@ -9,6 +9,7 @@ COMMANDS = {
     "server": Command(_HERE + "server", "what the server adds to a policy's time"),
     "cluster": Command(_HERE + "cluster", "replicas on a Ray of its own"),
     "network": Command(_HERE + "network", "robots behind a network that is late and cuts"),
+    "rate": Command(_HERE + "rate", "actions a second of one arm, by a loop and by waiting"),
     "sim": Command(_HERE + "sim", "steps and frames of the simulator"),
 }
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deft_client.actions import ActionRules, check_actions
+from deft_client.actions import ActionRules, Excess, check_actions
 from deft_client.errors import UnusableValueError
 
 DELTAS = ActionRules((True,) * 6 + (False,), max_step=(0.1,) * 6 + (np.inf,))
@@ -131,3 +131,14 @@ def test_more_steps_than_were_promised_are_refused():
 def test_rules_that_make_no_sense_are_refused(values):
     with pytest.raises(ValueError, match="needed|must be"):
         ActionRules(**values)
+
+
+def test_the_limit_that_shortens_an_action_most_is_named_with_its_numbers():
+    rules = ActionRules((True, False), max_step=(0.1, 0.5), max_change=(0.2, np.inf))
+    before = np.array([0.0, 1.0])
+    assert rules.excess(np.array([0.1, 1.5]), before) is None
+    assert rules.excess(np.array([0.15, 3.0]), before) == Excess("max_step", 1, 2.0, 0.5)
+    assert rules.excess(np.array([-0.1, 1.0]), np.array([0.2, 1.0])) == Excess(
+        "max_change", 0, pytest.approx(0.3), 0.2
+    )
+    assert ActionRules((True,), max_step=(0.0,)).excess(np.array([1e-9]), None).ratio == np.inf

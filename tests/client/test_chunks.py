@@ -283,3 +283,12 @@ def test_commands_add_up_to_the_answers_within_the_limits(
         num_commanded += action is not None
         before = command
     assert (np.abs(moved - wanted) <= cut_off + 1e-9).all()
+
+
+@pytest.mark.parametrize(("count", "seam"), [(1, Seam.SWITCH), (2, Seam.WAIT), (8, Seam.WAIT)])
+def test_without_a_seam_it_goes_by_the_length_of_the_chunk(count, seam):
+    queue = ActionQueue(MOTION, seam=None)
+    assert queue.is_due
+    refill(queue, numbered(0, count))
+    assert queue.seam is seam
+    assert len(queue) == count

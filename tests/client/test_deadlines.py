@@ -187,3 +187,22 @@ def test_an_answer_without_an_end_is_refused_at_the_limit():
         with pytest.raises(MessageTooLargeError, match="100000 bytes"):
             act(PolicyClient, server.url, settings, OBSERVATION)
         assert not server.let_go.is_set()
+
+
+@pytest.mark.parametrize("call", ["info", "reset"])
+@pytest.mark.parametrize("kind", [PolicyClient, StreamClient])
+def test_whoever_calls_may_end_a_call_earlier(kind, call):
+    """As a control loop does: such a call has no deadline of its own."""
+    with holding_up(frozen) as server, kind(server.url) as policy:
+        with ending_at(time.monotonic() + 0.05), pytest.raises(AnswerTimeoutError):
+            getattr(policy, call)()
+        assert not server.let_go.is_set()
+
+
+def test_the_earlier_of_two_ends_counts():
+    with ending_at(10.0):
+        with ending_at(20.0):
+            assert deadlines.ends_at() == 10.0
+        with ending_at(5.0):
+            assert deadlines.ends_at() == 5.0
+    assert deadlines.ends_at() == deadlines.NEVER
