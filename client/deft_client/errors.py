@@ -128,6 +128,11 @@ class OverloadedError(ProblemError):
 class NotReadyError(ProblemError):
     """The server is starting, stopping or broken."""
 
+    @property
+    def is_loading(self) -> bool:
+        """Will it be ready once its policy is loaded?"""
+        return self.detail.startswith(LOADING)
+
 
 class DeadlineMissedError(ProblemError):
     """The answer could not be had before the deadline of the request."""
@@ -147,6 +152,7 @@ class NoActionError(ProblemError):
 
 
 NO_ACTION = "urn:deft:problem:no_action"
+LOADING = "the policy is loading"  # how such a problem's detail begins
 _ERRORS: dict[type[ProblemError], tuple[int, ...]] = {
     RefusedRequestError: (400, 408, 413, 415, 422),
     AccessDeniedError: (401, 403),

@@ -10,6 +10,8 @@ from deft_client.wire.fields import DEFAULT_LIMITS, WireLimits
 from deft_client.wire.images import JPEG_QUALITY, ImageEncoding
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+API_KEY_VARIABLE = "DEFT_API_KEY"
+LOADING_S = 120.0  # for a server that is loading
 
 
 def check_url(url: str) -> str:
@@ -46,15 +48,18 @@ class Retries:
     says Retry-After is believed, unless it asks for more than `longest_pause_s`: then we give up.
     `only_when_overloaded` leaves 429: after all else the server may be a new one, which has
     forgotten the session, or have counted the frame already.
+    A server that says that it is loading is waited for during `loading_s`, however many attempts
+    that takes; a call with a deadline ends with it.
     """
 
     attempts: int = 3
     first_pause_s: float = 0.1
     longest_pause_s: float = 5.0
     only_when_overloaded: bool = False
+    loading_s: float = LOADING_S
 
     def __post_init__(self) -> None:
-        if self.attempts < 1 or self.first_pause_s < 0 or self.longest_pause_s < 0:
+        if self.attempts < 1 or min(self.first_pause_s, self.longest_pause_s, self.loading_s) < 0:
             raise ValueError(f"retries need at least one attempt and pauses >= 0, got {self}")
 
 
@@ -88,6 +93,7 @@ class ClientSettings:
     retries: Retries = field(default_factory=Retries)
     image_encoding: ImageEncoding = ImageEncoding.RAW
     jpeg_quality: int = JPEG_QUALITY
+    # Where it is None, clients take DEFT_API_KEY, if it is set; "" is none at all.
     api_key: str | None = field(default=None, repr=False)
     tls: TlsFiles | None = None
     # The environment's proxy variables are not looked at. A WebSocket to a plain http server needs

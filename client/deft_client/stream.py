@@ -23,7 +23,8 @@ from websockets.http11 import Response
 from websockets.protocol import OPEN
 from websockets.uri import parse_uri
 
-from deft_client.client import ACT_PATH, HttpReply, HttpRequest, PolicyClient, transport_error
+from deft_client.calls import ACT_PATH, HttpReply, HttpRequest
+from deft_client.client import PolicyClient
 from deft_client.deadlines import READ_SHARE, ending_at, remaining_s
 from deft_client.errors import (
     AnswerTimeoutError,
@@ -32,6 +33,7 @@ from deft_client.errors import (
     WireError,
 )
 from deft_client.settings import DEFAULT_URL, ClientSettings
+from deft_client.unreachable import transport_error
 from deft_client.wire.fields import Json, Kind, record, whole
 from deft_client.wire.json_codec import decode, decode_problem
 from deft_client.wire.msgpack_codec import message_id, without_id
@@ -171,10 +173,13 @@ class StreamClient(PolicyClient):
         url: str = DEFAULT_URL,
         settings: ClientSettings | None = None,
         transport: httpx.BaseTransport | None = None,
+        *,
+        api_key: str | None = None,
+        timeout: float | None = None,
     ) -> None:
         self._connection: Connection | None = None
         self._repeats_ids: bool | None = None  # None until the server has shown whether it does
-        super().__init__(url, settings, transport)
+        super().__init__(url, settings, transport, api_key=api_key, timeout=timeout)
 
     def _connect(self) -> None:
         super()._connect()
@@ -231,7 +236,7 @@ class StreamClient(PolicyClient):
         except _TIMEOUTS as error:
             raise self._too_slow() from error
         except (*_BREAKS, InvalidHandshake) as error:
-            reason = str(error) or type(error).__name__
+            reason = str(error).rstrip(".") or type(error).__name__
             raise ServerUnreachableError(
                 f"cannot stream to {self.url}: {reason}; is the server running there?"
             ) from error

@@ -3,6 +3,7 @@
 import email.utils
 import gzip
 import socket
+import threading
 import time
 from dataclasses import replace
 
@@ -11,9 +12,9 @@ import msgpack
 import numpy as np
 import pytest
 
-from deft_client import PolicyClient
+from deft_client import PolicyClient, StreamClient, calls
 from deft_client.actions import ActionRules
-from deft_client.client import retry_after_s
+from deft_client.calls import retry_after_s
 from deft_client.errors import (
     AccessDeniedError,
     AnswerTimeoutError,
@@ -34,8 +35,11 @@ from deft_client.types import ActionChunk, ActOptions, Observation
 from deft_client.wire import msgpack_codec
 from deft_client.wire.images import ImageEncoding
 from deft_client.wire.messages import ActMessage
+from deft_server.app import create_app
 from tests.client.hostile_servers import holding_up
 from tests.client.samples import full_answer, full_message
+from tests.server.running import running
+from tests.standins.policies import FakePolicy
 from tests.standins.policy_server import ANSWER, INFO, FakeServer, refusal
 
 AT_ONCE = ClientSettings(retries=Retries(attempts=3, first_pause_s=0.0))
@@ -106,7 +110,7 @@ def test_what_the_policy_does_not_look_at_is_said_once(caplog):
     robot.info()
     robot.act()
     robot.act()
-    lines = [one.getMessage() for one in caplog.records if one.name == "deft_client.client"]
+    lines = [one.getMessage() for one in caplog.records if one.name == "deft_client.calls"]
     assert lines == [f"{name}: {reason}" for name, reason in INFO.unread(OBSERVATION).items()]
 
 
@@ -223,6 +227,116 @@ def test_no_pause_reaches_beyond_the_deadline_of_the_observation():
     with pytest.raises(OverloadedError):
         Robot(server).act(ActOptions(deadline_ms=10_000))
     assert len(server.requests) == 1
+
+
+LOADING = refusal(503, "the policy is loading", retry_after="0.001")
+
+
+def test_a_server_that_is_loading_is_waited_for_with_a_word(caplog):
+    """The first request once failed with 503 for half a minute."""
+    server = FakeServer(*[LOADING] * 9)
+    Robot(server).act()
+    assert len(server.requests) == 10
+    lines = [one.getMessage() for one in caplog.records]
+    assert lines == ["waiting: the policy is loading"]
+
+
+def test_a_wait_for_loading_may_be_longer_than_a_call(caplog):
+    settings = ClientSettings(Timeouts(answer_s=1e-3), Retries(first_pause_s=0.0))
+    server = FakeServer(*[refusal(503, "the policy is loading", retry_after="0.002")] * 3)
+    assert Robot(server, settings).info() == INFO
+
+
+@pytest.mark.parametrize(
+    "retries", [Retries(loading_s=0.0, first_pause_s=0.0), Retries(only_when_overloaded=True)]
+)
+def test_who_does_not_want_to_wait_for_loading_does_not(retries):
+    server = FakeServer(*[LOADING] * 9)
+    with pytest.raises(NotReadyError, match="loading"):
+        Robot(server, ClientSettings(retries=retries)).act()
+    assert len(server.requests) <= 3
+
+
+def test_a_deadline_ends_the_wait_for_loading():
+    server = FakeServer(*[refusal(503, "the policy is loading", retry_after="20")] * 9)
+    with pytest.raises(NotReadyError):
+        Robot(server).act(ActOptions(deadline_ms=500))
+    assert len(server.requests) == 1
+
+
+def test_another_trouble_than_loading_is_not_waited_for():
+    server = FakeServer(*[refusal(503, "the policy hangs", retry_after="0.001")] * 9)
+    with pytest.raises(NotReadyError):
+        Robot(server).act()
+    assert len(server.requests) == 3
+
+
+def test_a_server_in_its_first_moments_says_what_clients_wait_for():
+    """The words that both sides must agree on."""
+    let_go = threading.Event()
+
+    def load():
+        assert let_go.wait(20)
+        return FakePolicy()
+
+    with running(create_app(load)) as address:
+        url = f"http://{address}"
+        with PolicyClient(url, ClientSettings(retries=Retries(loading_s=0.0, attempts=1))) as hasty:
+            with pytest.raises(NotReadyError) as caught:
+                hasty.info()
+            assert caught.value.is_loading
+            let_go.set()
+            hasty.wait_ready()
+            assert hasty.info().action_dim == 7
+
+
+def test_a_server_that_is_not_there_yet_can_be_waited_for(caplog, monkeypatch):
+    monkeypatch.setattr(calls, "PROBE_S", 0.001)
+    server = FakeServer(REFUSED, REFUSED, LOADING, httpx.ReadTimeout("slow"))
+    Robot(server).wait_ready()
+    assert len(server.requests) == 5
+    lines = [one.getMessage() for one in caplog.records]
+    assert lines[0].startswith("waiting: cannot reach http://robot-server: connection refused")
+    assert lines[1] == "waiting: the policy is loading"
+    assert len(lines) == 3
+
+
+def test_a_wait_ends_with_what_kept_the_server(monkeypatch):
+    monkeypatch.setattr(calls, "PROBE_S", 0.001)
+    server = FakeServer(*[LOADING] * 1000)
+    with pytest.raises(NotReadyError, match="loading"):
+        Robot(server).wait_ready(timeout=0.05)
+
+
+def test_a_wrong_key_is_not_waited_for():
+    with pytest.raises(AccessDeniedError):
+        Robot(FakeServer(refusal(401))).wait_ready()
+
+
+def sent_key(monkeypatch, *given, **named):
+    server = FakeServer()
+    with PolicyClient("http://robot-server", *given, transport=server.transport, **named) as client:
+        client.act(OBSERVATION)
+    return server.requests[0].headers.get("authorization")
+
+
+def test_a_key_is_an_argument_a_setting_or_in_the_environment(monkeypatch):
+    monkeypatch.delenv("DEFT_API_KEY", raising=False)
+    assert sent_key(monkeypatch) is None
+    assert sent_key(monkeypatch, api_key="given") == "Bearer given"
+    monkeypatch.setenv("DEFT_API_KEY", "everywhere")
+    assert sent_key(monkeypatch) == "Bearer everywhere"
+    assert sent_key(monkeypatch, ClientSettings(api_key="set")) == "Bearer set"
+    assert sent_key(monkeypatch, ClientSettings(api_key="set"), api_key="given") == "Bearer given"
+    assert sent_key(monkeypatch, api_key="") is None
+
+
+@pytest.mark.parametrize("kind", [PolicyClient, StreamClient])
+def test_a_timeout_is_an_argument(kind):
+    client = kind("http://robot-server", timeout=7.5)
+    assert client.settings.timeouts == Timeouts(answer_s=7.5)
+    with pytest.raises(ValueError, match="above 0"):
+        kind("http://robot-server", timeout=0)
 
 
 def test_a_ping_is_never_repeated():

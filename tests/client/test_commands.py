@@ -3,12 +3,17 @@
 import contextlib
 import http.server
 import json
+import re
 import threading
+from dataclasses import replace
 
 import PIL.Image
 import pytest
 
+from deft_client import calls
 from deft_client.__main__ import main
+from deft_client.commands import ping
+from deft_client.errors import Problem
 from deft_client.wire import json_codec, msgpack_codec
 from tests.client.samples import frame, full_answer, saved
 from tests.standins.policy_server import ANSWER, INFO, streaming
@@ -21,7 +26,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         known = {"/readyz": b"{}", "/v1/info": json_codec.encode_info(INFO)}
-        self._answer(200, known[self.path])
+        if self.server.num_unready:
+            self.server.num_unready -= 1
+            problem = Problem(503, "Not ready", "the policy is loading")
+            self._answer(503, json_codec.encode_problem(problem))
+        else:
+            self._answer(200, known[self.path])
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["content-length"]))
@@ -42,6 +52,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 def server():
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as one:
         one.requests = []
+        one.num_unready = 0
         one.url = f"http://127.0.0.1:{one.server_port}"
         thread = threading.Thread(target=one.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -89,7 +100,7 @@ def test_a_wrong_flag_is_answered_in_two_lines(capsys):
         main(["ping", "--colour", "red"])
     assert ended.value.code == 2
     wrong, remedy = capsys.readouterr().err.splitlines()
-    assert "unrecognized arguments: --colour red" in wrong
+    assert "unrecognized arguments: --colour" in wrong
     assert "deft-client ping --help" in remedy
 
 
@@ -98,6 +109,64 @@ def test_ping_says_what_answers_and_how_far_it_is(server, capsys):
     shown = capsys.readouterr().out
     for expected in ("is ready", "fake", "2 x 3", "libero_goal (default), libero_object", "ms"):
         assert expected in shown
+
+
+def test_ping_sends_frames_and_says_which_rate_their_answers_allow(server, capsys):
+    """It once timed an empty round trip, and a loop was sized by that."""
+    assert main(["ping", server.url, "--count", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^answer       [\d.]+ ms p50, [\d.]+ ms p95 of 3 frames$", shown, re.M)
+    rates = r"^control      up to [\d.]+ Hz: period_s=[\d.]+; up to [\d.]+ Hz with chunks of 2"
+    assert re.search(rates, shown, re.M)
+    sent = [msgpack_codec.decode_request(body) for _, body in server.requests]
+    assert len(sent) == 4
+    assert sent[0].observation.image.shape == (INFO.image_height, INFO.image_width, 3)
+    assert sent[0].options.statistics_key == INFO.default_statistics_key
+
+
+@pytest.mark.parametrize(
+    ("answers_ms", "chunk_length", "said"),
+    [
+        ([50.0] * 20, 1, "control      up to 18.2 Hz: period_s=0.055\n"),
+        ([50.0] * 20, 8, "period_s=0.055; up to 133.0 Hz with chunks of 8 and Seam.SWITCH\n"),
+        ([10.0] * 18 + [100.0] * 2, 1, "answer       10.0 ms p50, 100.0 ms p95 of 20 frames\n"),
+    ],
+)
+def test_the_rate_follows_from_the_p95(answers_ms, chunk_length, said):
+    assert said in ping._answers_text(answers_ms, replace(INFO, chunk_length=chunk_length))
+
+
+def test_ping_without_frames_measures_round_trips_alone(server, capsys):
+    assert main(["ping", server.url, "--count", "0"]) == 0
+    assert "answer " not in capsys.readouterr().out
+    assert not server.requests
+
+
+def test_ping_waits_for_a_server_that_is_loading_where_it_is_asked_to(server, capsys, monkeypatch):
+    monkeypatch.setattr(calls, "PROBE_S", 0.01)
+    server.num_unready = 3
+    assert main(["ping", server.url, "--count", "0"]) == 1
+    assert "the policy is loading" in capsys.readouterr().err
+    assert main(["ping", server.url, "--count", "0", "--wait"]) == 0
+    assert "is ready" in capsys.readouterr().out
+    server.num_unready = 10**6
+    assert main(["ping", server.url, "--count", "0", "--wait", "0.05"]) == 1
+
+
+@pytest.mark.parametrize("place", [2, 4, 5])
+def test_a_url_is_a_word_behind_the_others_at_any_place(place, server, picture, capsys):
+    words = [picture, "lift the cup", "--state", "1,2", "--trace"]
+    words.insert(place, server.url)
+    assert main(["act", *words]) == 0
+    assert "action 0" in capsys.readouterr().out
+    assert main(["act", *words, "--url", server.url]) == 0
+
+
+def test_two_urls_are_refused(server, picture, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["ping", server.url, "--url", "http://robot:8000"])
+    assert ended.value.code == 2
+    assert f"got {server.url} and http://robot:8000" in capsys.readouterr().err
 
 
 def test_ping_without_a_server_is_one_line_and_code_1(capsys):

@@ -7,7 +7,13 @@ from pathlib import Path
 import numpy as np
 
 from deft_client.client import PolicyClient
-from deft_client.commands.connection import add_connection_options, connection_settings, reported
+from deft_client.commands.connection import (
+    add_connection_options,
+    add_url_word,
+    connection_settings,
+    parse_connected,
+    reported,
+)
 from deft_client.commands.program import CommandParser
 from deft_client.errors import NoActionError, UsageError, WireError
 from deft_client.reasoning import ACTION, parse_reasoning
@@ -18,7 +24,7 @@ from deft_client.wire.json_codec import encode_answer
 
 def main(arguments: list[str]) -> int:
     """Print the actions for a picture and an instruction."""
-    options = _parser().parse_args(arguments)
+    options = parse_connected(_parser(), arguments)
     return reported(lambda: _act(options), "act")
 
 
@@ -26,6 +32,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser("deft-client act", description=__doc__)
     parser.add_argument("image", type=Path, help="a PNG or JPEG of what the main camera sees")
     parser.add_argument("instruction", help="what to do, in the words that the policy was taught")
+    add_url_word(parser)
     add_connection_options(parser)
     parser.add_argument(
         "--camera", action="append", default=[], metavar="NAME=FILE", help="a further camera"

@@ -8,15 +8,27 @@ from pathlib import Path
 
 from deft_client.errors import DeftError, UsageError
 from deft_client.files import read_file
-from deft_client.settings import DEFAULT_URL, ClientSettings, Timeouts, TlsFiles, check_url
+from deft_client.settings import (
+    API_KEY_VARIABLE,
+    DEFAULT_URL,
+    ClientSettings,
+    Timeouts,
+    TlsFiles,
+    check_url,
+)
 from deft_client.wire.images import ImageEncoding
 
-API_KEY_VARIABLE = "DEFT_API_KEY"
+URL_BEGINNINGS = ("http://", "https://", "ws://", "wss://")
+
+
+def add_url_word(parser: argparse.ArgumentParser) -> None:
+    """Add the server's URL as a word, behind all other words."""
+    parser.add_argument("url_word", nargs="?", metavar="URL", help="the server, as --url")
 
 
 def add_connection_options(parser: argparse.ArgumentParser) -> None:
     """Add `--url`, `--timeout`, `--api-key-file` and `--ca-file`."""
-    parser.add_argument("--url", default=DEFAULT_URL, help="the server (default: %(default)s)")
+    parser.add_argument("--url", help=f"the server (default: {DEFAULT_URL})")
     parser.add_argument(
         "--timeout", type=float, default=Timeouts.answer_s, metavar="SECONDS",
         help="longest wait for an answer (default: %(default)s)",
@@ -29,6 +41,28 @@ def add_connection_options(parser: argparse.ArgumentParser) -> None:
         "--ca-file", type=Path, metavar="FILE",
         help="certificate (PEM) of the authority that vouches for an https server",
     )  # fmt: skip
+
+
+def parse_connected(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
+    """Parse a command line whose URL is a word or a flag, at any place."""
+    options = parser.parse_intermixed_args(arguments)
+    words = take_urls(options)
+    given = {one for one in (options.url, *words) if one}
+    if len(given) > 1:
+        parser.error(f"one URL is asked at a time, got {' and '.join(sorted(given))}")
+    options.url = next(iter(given), DEFAULT_URL)
+    return options
+
+
+def take_urls(options: argparse.Namespace) -> list[str]:
+    """Return the URLs among the words, which leave the lists that took them."""
+    urls = [word] if (word := getattr(options, "url_word", None)) else []
+    for name, values in vars(options).items():
+        if isinstance(values, list):
+            found = [one for one in values if str(one).startswith(URL_BEGINNINGS)]
+            setattr(options, name, [one for one in values if one not in found])
+            urls += found
+    return urls
 
 
 def connection_settings(

@@ -23,6 +23,7 @@ import numpy as np
 
 from deft_client.client import PolicyClient
 from deft_client.commands.connection import reported
+from deft_client.commands.frames import noise_frames
 from deft_client.commands.program import CommandParser
 from deft_client.errors import (
     AnswerTimeoutError,
@@ -225,7 +226,7 @@ def _play(
         )
         policy = PolicyClient(url, settings[number % len(settings)])
         robots.append(robot)
-        prepared.append((robot, policy, _frames(info, number), asked))
+        prepared.append((robot, policy, noise_frames(info, number, PICTURES_KEPT), asked))
     begins = time.monotonic()
     threads = []
     for number, one in enumerate(prepared):
@@ -292,26 +293,6 @@ def _send(robot: Robot, policy: PolicyClient, frame: Observation, asked: ActOpti
         return type(error).__name__
     robot.latencies_ms.append(1000 * (time.perf_counter() - started))
     return "answered"
-
-
-def _frames(info: ServerInfo, seed: int) -> list[Observation]:
-    """Return pictures of noise, and a state, as the policy wants them."""
-    chance = np.random.default_rng(seed)
-    shape = (info.image_height, info.image_width, 3)
-    instruction = info.instructions[seed % len(info.instructions)] if info.instructions else "wait"
-
-    def picture() -> np.ndarray:
-        return chance.integers(0, 256, shape, np.uint8)
-
-    return [
-        Observation(
-            picture(),
-            instruction,
-            {f"wrist_{number}": picture() for number in range(1, info.num_pictures)},
-            None if info.state_dim is None else np.zeros(info.state_dim, np.float32),
-        )
-        for _ in range(PICTURES_KEPT)
-    ]
 
 
 def summary(robots: Sequence[Robot], seconds: float) -> str:

@@ -10,7 +10,12 @@ from shlex import quote
 from types import FrameType
 
 from deft_client.actions import Seam
-from deft_client.commands.connection import add_connection_options, connection_settings, reported
+from deft_client.commands.connection import (
+    add_connection_options,
+    connection_settings,
+    parse_connected,
+    reported,
+)
 from deft_client.commands.methods import method_text
 from deft_client.commands.program import CommandParser
 from deft_client.libero.errors import EvaluationStoppedError, ResultsWriteError, SelectionError
@@ -35,7 +40,12 @@ from deft_client.types import ActOptions, ServerInfo
 
 def read_options(arguments: list[str]) -> argparse.Namespace:
     """Parse the command line; exits, or raises SelectionError, if it cannot be understood."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parse_connected(parser, arguments)
+    if not options.suites:
+        parser.error("the following arguments are required: SUITE")
+    if options.decoding == []:
+        parser.error("argument --decoding: expected at least one METHOD")
     _check_numbers(options)
     options.suites = tuple(dict.fromkeys(options.suites))
     # Without a method the server chooses.
@@ -55,7 +65,10 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "suites", nargs="+", metavar="SUITE", help="libero_object, libero_goal, ..."
+        "suites",
+        nargs="+",
+        metavar="SUITE",
+        help="libero_object, libero_goal, ...; the server's URL may stand among them, as --url",
     )
     _add_episodes(parser.add_argument_group("which episodes"))
     group = parser.add_argument_group("who answers")

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 from websockets.sync.client import ClientConnection, connect
 
-from deft_client.client import HttpRequest, PolicyClient
+from deft_client.calls import HttpRequest
+from deft_client.client import PolicyClient
 from deft_client.errors import AnswerTimeoutError, ServerUnreachableError, WireError
 from deft_client.libero.errors import PeerAnswerError
 from deft_client.peers import openpi, openvla

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image as PillowImage
 
-from deft_client.client import PolicyClient, transport_error
+from deft_client.client import PolicyClient
 from deft_client.errors import DeftError, ServerUnreachableError
 from deft_client.image_chain import ImageChain
 from deft_client.libero.errors import PeerAnswerError, SelectionError
@@ -38,6 +38,7 @@ from deft_client.peers.openvla import oft_fields, openvla_fields
 from deft_client.settings import DEFAULT_URL, ClientSettings
 from deft_client.stream import StreamClient
 from deft_client.types import ActionChunk, ActOptions, Image, Observation, ServerInfo
+from deft_client.unreachable import transport_error
 
 PROBE_TIMEOUT_S = 2.0
 OPENPI_SIZE = 224

@@ -103,3 +103,36 @@ def test_flags_are_not_guessed(flag: str, capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit):
         read_options(["point_world", flag, "1"])
     assert "unrecognized arguments" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["http://robot:8000", "point_world"],
+        ["point_world", "http://robot:8000", "--tasks", "0"],
+        ["point_world", "--tasks", "0", "http://robot:8000"],
+        ["point_world", "--decoding", "deft", "http://robot:8000"],
+        ["point_world", "--url", "http://robot:8000"],
+    ],
+)
+def test_the_servers_url_may_stand_anywhere(words: list[str]) -> None:
+    asked = read_options(words)
+    assert asked.suites == ("point_world",)
+    assert asked.source.url == "http://robot:8000"
+    assert asked.decoding in ((None,), ("deft",))
+
+
+@pytest.mark.parametrize(
+    ("words", "missing"),
+    [
+        (["http://robot:8000"], "SUITE"),
+        (["point_world", "--decoding", "http://robot:8000"], "--decoding"),
+    ],
+)
+def test_a_url_alone_is_neither_a_suite_nor_a_method(
+    words: list[str], missing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        read_options(words)
+    assert ended.value.code == 2
+    assert missing in capsys.readouterr().err

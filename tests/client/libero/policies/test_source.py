@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deft_client.client import next_pause_s
+from deft_client.calls import next_pause_s
 from deft_client.errors import DeftError, Problem, ServerUnreachableError, problem_error
 from deft_client.libero.evaluation.player import Player
 from deft_client.libero.evaluation.point_world import SUITE, find_suite, open_environment
