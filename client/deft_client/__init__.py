@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from deft_client.actions import ActionQueue, ActionRules, Seam
+    from deft_client.async_client import AsyncPolicyClient
     from deft_client.client import PolicyClient
     from deft_client.control_loop import Arm, ControlLoop, LoopSettings, LoopStatus
     from deft_client.errors import DeftError, ProblemError, TransportError, WireError
@@ -33,6 +34,7 @@ __all__ = [
     "ActionQueue",
     "ActionRules",
     "Arm",
+    "AsyncPolicyClient",
     "ClientSettings",
     "ControlLoop",
     "DecodeTrace",
@@ -59,6 +61,7 @@ __all__ = [
 
 _HOMES = {
     "actions": ("ActionQueue", "ActionRules", "Seam"),
+    "async_client": ("AsyncPolicyClient",),
     "client": ("PolicyClient",),
     "control_loop": ("Arm", "ControlLoop", "LoopSettings", "LoopStatus"),
     "errors": ("DeftError", "ProblemError", "TransportError", "WireError"),

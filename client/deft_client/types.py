@@ -34,6 +34,22 @@ def _check_image(name: str, image: Image) -> None:
         )
 
 
+def _state_of(given: object) -> NDArray[np.float32]:
+    """Return a robot's state as it is sent: drivers yield float64, and lists."""
+    try:
+        numbers = np.asarray(given)
+    except (TypeError, ValueError) as error:  # rows of several lengths; another device's memory
+        raise ValueError(f"state must be numbers [state_dim]: {error}") from error
+    if numbers.dtype.kind not in "fiub" or numbers.ndim != 1:
+        found = f"{numbers.dtype} {list(numbers.shape)}"
+        raise ValueError(f"state must be numbers [state_dim], got {found} ({type(given).__name__})")
+    with np.errstate(over="ignore"):
+        state = numbers.astype(np.float32, copy=False)
+    if not np.isfinite(state).all():
+        raise ValueError("state must be finite in float32, got NaN or infinity")
+    return state
+
+
 @dataclass(frozen=True, eq=False)
 class Observation:
     """One camera frame and the instruction the robot is following.
@@ -45,23 +61,16 @@ class Observation:
     image: Image
     instruction: str
     cameras: Mapping[str, Image] = field(default_factory=dict)
-    state: NDArray[np.float32] | None = None  # [state_dim]
+    # [state_dim]; a list or an array of other numbers is converted.
+    state: NDArray[np.float32] | None = None
     taken_s: float | None = None
 
     def __post_init__(self) -> None:
         _check_image("image", self.image)
         for name, image in self.cameras.items():
             _check_image(f"cameras[{name!r}]", image)
-        state = self.state
-        if state is not None and not isinstance(state, np.ndarray):
-            raise ValueError(
-                f"state must be a numpy array, float32 [state_dim], got {type(state).__name__}; "
-                "of a list: np.asarray(state, np.float32)"
-            )
-        if state is not None and (state.dtype != np.float32 or state.ndim != 1):
-            raise ValueError(f"state must be float32 [state_dim], got {state.dtype} {state.shape}")
-        if state is not None and not np.isfinite(state).all():
-            raise ValueError("state must be finite, got NaN or infinity")
+        if self.state is not None:
+            object.__setattr__(self, "state", _state_of(self.state))
 
 
 @dataclass(frozen=True)

@@ -213,6 +213,24 @@ def test_act_sends_everything_it_is_given(server, picture, capsys, tmp_path, mon
     assert (options.want_reasoning, options.max_tokens) == (True, 320)
 
 
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ("plain", "autoregressive"),
+        ("plain:plans=plain", "autoregressive:plans=plain"),
+        ("lossless", "lossless"),
+        ("plainly", "plainly"),
+        ("{folder}/mine.toml", "autoregressive:radius=3"),
+    ],
+)
+def test_plain_is_a_name_for_plain_decoding(given, sent, server, picture, tmp_path):
+    """Tables call it so; servers of earlier versions know the other name alone."""
+    (tmp_path / "mine.toml").write_text('method = "plain"\nradius = 3\n')
+    given = given.format(folder=tmp_path)
+    assert main(["act", picture, "lift the cup", server.url, "--decoding", given]) == 0
+    assert msgpack_codec.decode_request(server.requests[0][1]).options.decoding == sent
+
+
 def test_act_prints_json_that_programs_can_read(server, picture, capsys):
     assert main(["act", picture, "lift the cup", "--url", server.url, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)

@@ -14,6 +14,7 @@ from deft_client.commands.connection import (
     parse_connected,
     reported,
 )
+from deft_client.commands.methods import method_text
 from deft_client.commands.program import CommandParser
 from deft_client.errors import NoActionError, UsageError, WireError
 from deft_client.reasoning import ACTION, parse_reasoning
@@ -39,7 +40,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--state", metavar="N,N,...", help="the robot's state, as numbers")
     parser.add_argument("--statistics-key", metavar="KEY", help="which action statistics to use")
-    parser.add_argument("--decoding", metavar="NAME", help="a decoding method of the server")
+    parser.add_argument(
+        "--decoding", metavar="NAME", help="a decoding method of the server, or .toml"
+    )
     parser.add_argument("--radius", type=int, metavar="BINS", help="its acceptance radius")
     parser.add_argument("--deadline-ms", type=float, metavar="MS", help="useless after this long")
     parser.add_argument("--session", metavar="ID", help="continue a session")
@@ -96,7 +99,7 @@ def _act_options(options: argparse.Namespace) -> ActOptions:
         session_id=options.session,
         deadline_ms=options.deadline_ms,
         statistics_key=options.statistics_key,
-        decoding=options.decoding,
+        decoding=options.decoding and method_text(options.decoding),
         radius=options.radius,
         want_trace=options.trace,
         want_reasoning=options.reasoning,

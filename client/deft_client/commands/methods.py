@@ -17,11 +17,14 @@ else:
 
 SUFFIX = ".toml"
 NAME_KEY = "method"
+OTHER_NAMES = {"plain": "autoregressive"}  # what people call a method, and what it is
 
 
 def method_text(given: str) -> str:
     """What was given as `--decoding`: the text itself, or what the file of that name says."""
-    return read_method(Path(given)) if given.endswith(SUFFIX) else given
+    text = read_method(Path(given)) if given.endswith(SUFFIX) else given
+    name, colon, knobs = text.partition(":")
+    return OTHER_NAMES.get(name, name) + colon + knobs
 
 
 def read_method(path: Path) -> str:

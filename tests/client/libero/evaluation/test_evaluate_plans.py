@@ -105,6 +105,11 @@ def test_flags_are_not_guessed(flag: str, capsys: pytest.CaptureFixture[str]) ->
     assert "unrecognized arguments" in capsys.readouterr().err
 
 
+def test_plain_is_a_name_for_plain_decoding() -> None:
+    names = [run.name for run in _plan("point_world", "--decoding", "plain", "autoregressive")]
+    assert names == ["point_world autoregressive"]
+
+
 @pytest.mark.parametrize(
     "words",
     [
