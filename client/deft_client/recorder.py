@@ -31,6 +31,7 @@ from deft_client.wire.images import ImageEncoding
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 64  # steps that wait for the disk
+MAX_WAITING_BYTES = 2**26  # of their pictures
 CLOSE_S = 10.0  # for what waits, when the recording ends
 
 
@@ -38,7 +39,8 @@ class Recorder:
     """A policy that records another one. One robot, one thread.
 
     A disk that fails, or is too slow, stops the recording, not the robot: `problem` then says why,
-    the log too. `flush` or `close` it before the program ends, or the last steps are lost.
+    the log too. `flush` or `close` it before the program ends, or the last steps are lost. Nothing
+    is recorded once it is closed.
     """
 
     def __init__(
@@ -50,14 +52,18 @@ class Recorder:
         self._policy = policy
         self._directory = directory
         self._encoding = encoding
-        self.problem: OSError | None = None
+        self.problem: Exception | None = None
         self.path: Path | None = None  # of the episode being recorded, or the last one that was
         # Only the thread touches these.
         self._file: BinaryIO | None = None
         self._num_steps = 0
         self._started_s = 0.0
-        self._work: queue.Queue[Callable[[], None]] = queue.Queue(MAX_WAITING)
-        threading.Thread(target=self._write, name="deft-recorder", daemon=True).start()
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._waiting = threading.Lock()
+        self._waiting_bytes: list[int] = []  # of each step that waits
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._write, name="deft-recorder", daemon=True)
+        self._thread.start()
         atexit.register(self.close)
 
     @property
@@ -68,14 +74,15 @@ class Recorder:
     def act(self, observation: Observation, options: ActOptions | None = None) -> ActionChunk:
         """Return the policy's answer; it is written down meanwhile."""
         chunk = self._policy.act(observation, options)
-        options = options or ActOptions()
-        session_id = options.session_id or self.session_id
-        step = (
-            _copy(observation),
-            options,
-            replace_unchecked(chunk, {"actions": chunk.actions.copy()}),
-        )
-        self._later(partial(self._append, time.monotonic(), session_id, *step))
+        if self._has_room(observation):
+            options = options or ActOptions()
+            session_id = options.session_id or self.session_id
+            step = (
+                _copy(observation),
+                options,
+                replace_unchecked(chunk, {"actions": chunk.actions.copy()}),
+            )
+            self._later(partial(self._append, time.monotonic(), session_id, *step))
         return chunk
 
     def reset(self, session_id: str | None = None) -> None:
@@ -87,10 +94,10 @@ class Recorder:
         """Wait until all steps so far are on the disk, or patience ends."""
         is_written = threading.Event()
         self._later(is_written.set)
-        is_written.wait(0.0 if self.problem is not None else patience_s)
+        is_written.wait(0.0 if self.problem is not None or self._is_closed else patience_s)
 
     def close(self) -> None:
-        """End the episode's file."""
+        """End the episode's file, and the thread that writes."""
         self._close("closed")
 
     def __enter__(self) -> "Recorder":
@@ -101,22 +108,42 @@ class Recorder:
 
     def _close(self, reason: str) -> None:
         atexit.unregister(self.close)
-        self._later(partial(self._end, reason))
-        self.flush()
+        if not self._is_closed:
+            self._later(partial(self._end, reason))
+            self._is_closed = True
+            self._work.put(None)
+        # Nobody waits for a recording that was given up.
+        self._thread.join(0.0 if self.problem is not None else CLOSE_S)
+
+    def _has_room(self, observation: Observation) -> bool:
+        """May this step wait for the disk, too? A single one always may."""
+        if self.problem is not None or self._is_closed:
+            return False
+        pictures = (observation.image, *observation.cameras.values())
+        num_bytes = sum(image.nbytes for image in pictures)
+        with self._waiting:
+            num_waiting, waiting = len(self._waiting_bytes), sum(self._waiting_bytes) + num_bytes
+            if not num_waiting or (num_waiting < MAX_WAITING and waiting <= MAX_WAITING_BYTES):
+                self._waiting_bytes.append(num_bytes)
+                return True
+        self._give_up(
+            OSError(
+                f"the disk is too slow: {num_waiting} steps wait for it, and with another one "
+                f"{waiting / 2**20:.0f} MiB of pictures would"
+            )
+        )
+        return False
 
     def _later(self, work: Callable[[], None]) -> None:
-        """Have the thread do something, unless too much waits for it already."""
-        try:
-            self._work.put_nowait(work)
-        except queue.Full:
-            self._give_up(OSError(f"the disk is too slow: {MAX_WAITING} steps wait for it"))
+        """Have the thread do something."""
+        if not self._is_closed:
+            self._work.put(work)
 
     def _write(self) -> None:
-        while True:
-            work = self._work.get()
+        while (work := self._work.get()) is not None:
             try:
                 work()
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001  whatever it is, the robot goes on
                 self._give_up(error)
                 self._drop_file()
 
@@ -128,13 +155,18 @@ class Recorder:
         options: ActOptions,
         chunk: ActionChunk,
     ) -> None:
-        if self.problem is not None:
-            self._drop_file()
-            return
-        file = self._file or self._start(session_id, at_s)
-        step = RecordedStep(self._num_steps, at_s - self._started_s, observation, options, chunk)
-        append_whole(file, encode_step(step, self._encoding))
-        self._num_steps += 1
+        try:
+            if self.problem is not None:
+                self._drop_file()
+                return
+            file = self._file or self._start(session_id, at_s)
+            after_s = at_s - self._started_s
+            step = RecordedStep(self._num_steps, after_s, observation, options, chunk)
+            append_whole(file, encode_step(step, self._encoding))
+            self._num_steps += 1
+        finally:
+            with self._waiting:
+                del self._waiting_bytes[0]
 
     def _start(self, session_id: str, at_s: float) -> BinaryIO:
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -158,10 +190,12 @@ class Recorder:
             with file:
                 append_whole(file, encode_end(reason))
 
-    def _give_up(self, error: OSError) -> None:
+    def _give_up(self, error: Exception) -> None:
         if self.problem is None:
             self.problem = error
-            logger.error("recording to %s stopped: %s", self.path or self._directory, error)
+            mistake = None if isinstance(error, OSError) else error
+            place = self.path or self._directory
+            logger.error("recording to %s stopped: %s", place, error, exc_info=mistake)
 
     def _drop_file(self) -> None:
         file, self._file = self._file, None

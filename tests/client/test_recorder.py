@@ -10,6 +10,7 @@ from io import BytesIO
 import numpy as np
 import pytest
 
+from deft_client import recorder as recorder_module
 from deft_client.files import append_whole
 from deft_client.recorder import MAX_WAITING, Recorder
 from deft_client.recordings import Ending, find_episodes
@@ -130,6 +131,63 @@ def test_a_disk_that_is_too_slow_ends_the_recording(tmp_path, stuck_disk):
     # Nobody waits for a recording that was given up: its header may come later, or never.
     is_there = recorder.path is not None and recorder.path.stat().st_size > 0
     assert not is_there or len(read_episode(recorder.path).steps) <= 1
+
+
+def test_large_pictures_wait_for_the_disk_up_to_a_number_of_bytes(tmp_path, stuck_disk):
+    """Three cameras of 1080p were 1.2 GB of copies before the number of steps was too large."""
+    image = np.zeros((1080, 1920, 3), np.uint8)
+    large = Observation(image, "wait", cameras={"left": image, "right": image})
+    num_bytes = 3 * image.nbytes
+    fit = recorder_module.MAX_WAITING_BYTES // num_bytes
+    assert 1 <= fit < MAX_WAITING
+    with Recorder(CountingPolicy(), tmp_path) as recorder:
+        for _ in range(fit):
+            recorder.act(large)
+        assert recorder.problem is None
+        recorder.act(large)
+        assert "too slow" in str(recorder.problem)
+        stuck_disk.set()
+
+
+def test_a_step_that_is_larger_than_all_room_is_recorded_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(recorder_module, "MAX_WAITING_BYTES", 1)
+    with Recorder(CountingPolicy(), tmp_path) as recorder:
+        for number in range(3):
+            recorder.act(observation(number))
+            recorder.flush()
+    assert len(read_episode(recorder.path).steps) == 3
+
+
+def test_closing_ends_the_thread_that_writes(tmp_path):
+    before = threading.active_count()
+    recorder = Recorder(CountingPolicy(), tmp_path)
+    recorder.act(observation(0))
+    assert threading.active_count() == before + 1
+    recorder.close()
+    assert threading.active_count() == before
+    assert read_episode(recorder.path).ending is Ending.CLOSED
+    assert recorder.act(observation(1)).actions[0, 0] == 2  # the robot goes on, unrecorded
+    recorder.flush()
+    recorder.close()
+    assert len(find_episodes(tmp_path)) == 1
+
+
+def test_a_mistake_stops_the_recording_with_its_reason_and_not_the_robot(
+    tmp_path, monkeypatch, caplog
+):
+    """It once ended the thread, after which the disk was said to be too slow."""
+
+    def fail(step, encoding):
+        raise TypeError("no such encoding")
+
+    monkeypatch.setattr(recorder_module, "encode_step", fail)
+    with Recorder(CountingPolicy(), tmp_path) as recorder:
+        for number in range(3):
+            assert recorder.act(observation(number)).actions[0, 0] == number + 1
+            recorder.flush()
+        assert isinstance(recorder.problem, TypeError)
+    assert caplog.text.count("recording to") == 1
+    assert "no such encoding" in caplog.text
 
 
 @pytest.fixture

@@ -26,8 +26,8 @@ def add_url_word(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url_word", nargs="?", metavar="URL", help="the server, as --url")
 
 
-def add_connection_options(parser: argparse.ArgumentParser) -> None:
-    """Add `--url`, `--timeout`, `--api-key-file` and `--ca-file`."""
+def add_connection_options(parser: argparse.ArgumentParser, keys: str = "") -> None:
+    """Add `--url`, `--timeout`, `--api-key-file` and `--ca-file`; `keys`: more about the third."""
     parser.add_argument("--url", help=f"the server (default: {DEFAULT_URL})")
     parser.add_argument(
         "--timeout", type=float, default=Timeouts.answer_s, metavar="SECONDS",
@@ -35,7 +35,7 @@ def add_connection_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--api-key-file", type=Path, metavar="FILE",
-        help=f"file with the API key (default: the variable {API_KEY_VARIABLE}, if set)",
+        help=f"file with the API key (default: the variable {API_KEY_VARIABLE}, if set){keys}",
     )  # fmt: skip
     parser.add_argument(
         "--ca-file", type=Path, metavar="FILE",
@@ -66,16 +66,18 @@ def take_urls(options: argparse.Namespace) -> list[str]:
 
 
 def connection_settings(
-    options: argparse.Namespace, encoding: ImageEncoding = ImageEncoding.RAW
+    options: argparse.Namespace,
+    encoding: ImageEncoding = ImageEncoding.RAW,
+    api_key: str | None = None,
 ) -> ClientSettings:
-    """Return the settings that the options ask for."""
+    """Return the settings that the options ask for; `api_key` is one of several in the file."""
     try:
         check_url(options.url)
         timeouts = Timeouts(answer_s=options.timeout)
         tls = None if options.ca_file is None else TlsFiles(options.ca_file)
         if tls is not None:
             tls.context()
-        key = _api_key(options)
+        key = api_key or _api_key(options)
         return ClientSettings(timeouts, image_encoding=encoding, api_key=key, tls=tls)
     except ValueError as error:
         raise UsageError(str(error)) from error
@@ -91,12 +93,21 @@ def reported(job: Callable[[], int], command: str) -> int:
 
 
 def _api_key(options: argparse.Namespace) -> str | None:
+    keys = read_api_keys(options)
+    if len(keys) > 1:
+        raise UsageError(f"{options.api_key_file} holds {len(keys)} API keys, and one is needed")
+    return keys[0]
+
+
+def read_api_keys(options: argparse.Namespace) -> list[str | None]:
+    """Return the keys of the file, one a line; without a file that of the environment, or None."""
     if options.api_key_file is None:
-        return os.environ.get(API_KEY_VARIABLE) or None
+        return [os.environ.get(API_KEY_VARIABLE) or None]
     try:
-        key = read_file(options.api_key_file).decode("utf-8").strip()
+        lines = read_file(options.api_key_file).decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read the API key: {error}") from error
-    if not key:
+    keys = [line.strip() for line in lines if line.strip()]
+    if not keys:
         raise UsageError(f"{options.api_key_file} holds no API key")
-    return str(key)
+    return [*keys]

@@ -1,8 +1,14 @@
 """Frames for commands that measure a server and have no camera."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import numpy as np
 
+from deft_client.errors import UsageError
 from deft_client.types import ActOptions, Image, Observation, ServerInfo
+
+MOST_BYTES = 2**28  # of recorded pictures that are kept
 
 
 def noise_frames(info: ServerInfo, seed: int, count: int) -> list[Observation]:
@@ -23,6 +29,29 @@ def noise_frames(info: ServerInfo, seed: int, count: int) -> list[Observation]:
         )
         for _ in range(count)
     ]
+
+
+def recorded_frames(path: Path, cameras: Sequence[str]) -> list[list[Observation]]:
+    """Return the frames of a data set's first episodes, by episode: as many as are kept."""
+    from deft_client.datasets.formats import read_dataset
+
+    episodes: list[list[Observation]] = []
+    num_bytes = 0
+    for episode in read_dataset(path, cameras):
+        frames: list[Observation] = []
+        for step in episode.steps():
+            pictures = (step.observation.image, *step.observation.cameras.values())
+            num_bytes += sum(picture.nbytes for picture in pictures)
+            if num_bytes > MOST_BYTES and (frames or episodes):
+                break
+            frames.append(step.observation)
+        if frames:
+            episodes.append(frames)
+        if num_bytes > MOST_BYTES:
+            break
+    if not episodes:
+        raise UsageError(f"{path}: no frames in it")
+    return episodes
 
 
 def usual_options(info: ServerInfo) -> ActOptions:

@@ -13,7 +13,13 @@ from contextlib import closing
 
 from deft_client.errors import DeftError
 from deft_client.libero.errors import EvaluationStoppedError
-from deft_client.libero.evaluation.player import CannotPlay, Heartbeat, Report, Warned
+from deft_client.libero.evaluation.player import (
+    CannotPlay,
+    Heartbeat,
+    Opening,
+    Report,
+    Warned,
+)
 from deft_client.libero.evaluation.progress import ProgressLine
 from deft_client.libero.evaluation.runs import RunConfig, warnings_of
 from deft_client.libero.evaluation.workers import Died, Worker, WorkerPool, Workplace
@@ -37,17 +43,17 @@ class Evaluation:
         self._config = config
         self._patience_s = patience_s  # for a server that does not answer
         self._store = ResultsStore(config.folder, config.header())
+        self._done = {record.key for record in self._store.resumed}
         # What is about to be played, with the conventions that go wrong silently.
         profile = config.source.profile
         sys.stderr.write(
-            f"{config.name}: {len(config.keys)} episodes, {config.pacing.value}, assets "
+            f"{config.name}: {self._how_many()}, {config.pacing.value}, assets "
             f"{config.assets}; image chain: {profile.client_chain.value} here, "
             f"{config.server.get('image_chain', 'unknown')} at the server; gripper: "
             f"{profile.gripper.value}\n"
         )
         sys.stderr.writelines(f"{warning}\n" for warning in warnings_of(config, info))
         self._progress = ProgressLine(config.name, len(config.keys), sys.stderr)
-        self._done = {record.key for record in self._store.resumed}
         self._progress.resume([one for one in self._store.resumed if one.key in config.keys])
         self._pending: list[TrialKey] = []
         self._tries: Counter[TrialKey] = Counter()
@@ -56,6 +62,15 @@ class Evaluation:
         self._next_probe_s = 0.0
         self._errored_in_a_row = 0
         self._deaths_in_a_row = 0
+
+    def _how_many(self) -> str:
+        """`8 episodes`, or where an earlier sitting played some, how many are left."""
+        num_all = len(self._config.keys)
+        num_there = len(self._done.intersection(self._config.keys))
+        text = f"{num_all} episodes"
+        if num_there:
+            text += f" ({num_there} already there, {num_all - num_there} to play)"
+        return text
 
     @property
     def num_errored(self) -> int:
@@ -108,6 +123,8 @@ class Evaluation:
         self._deaths_in_a_row = 0
         if isinstance(report, Heartbeat):
             self._progress.heard(report.round_trip_ms)
+        elif isinstance(report, Opening):
+            self._progress.opens(report.scene)
         elif isinstance(report, Warned):
             self._progress.say(report.text)
         elif isinstance(report, CannotPlay):

@@ -43,6 +43,13 @@ class Heartbeat:
 
 
 @dataclass(frozen=True)
+class Opening:
+    """The worker opens a scene, which may take a minute."""
+
+    scene: str
+
+
+@dataclass(frozen=True)
 class EpisodeEnded:
     """The episode Succeeded, Failed or Errored; some of what ends one may pass."""
 
@@ -65,7 +72,7 @@ class Warned:
     text: str
 
 
-Report = Heartbeat | EpisodeEnded | CannotPlay | Warned
+Report = Heartbeat | Opening | EpisodeEnded | CannotPlay | Warned
 
 Send = Callable[[Report], None]
 
@@ -106,6 +113,7 @@ class Player:
         task = selection.find_suite(config.simulator, key.suite).task(key.task)
         if self._environment is None or self._policy is None or self._environment.task != task:
             self.close()
+            self._send(Opening(f"{key.suite} task {key.task}"))
             opened = selection.open_environment(config.simulator, task, config.environment)
             self._environment = opened
             self._policy = build_policy(config.source, opened)

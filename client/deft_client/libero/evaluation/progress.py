@@ -15,6 +15,7 @@ from deft_client.measures.statistics import wilson_interval
 
 _REDRAW_S = 0.2
 _LINE_EVERY_S = 30.0  # where there is no terminal
+_OPENS_LONG_S = 2.0  # a scene that takes longer is said to, where there is no terminal
 _RECENT = 20  # episodes that the shown speed is averaged over
 # A narrow terminal cuts the end, so the time that remains stands before the figures.
 _FORMAT = "{desc} {n_fmt}/{total_fmt} [{bar:10}] ETA {remaining}{postfix}"
@@ -38,6 +39,7 @@ class ProgressLine:
         self._counts = dict.fromkeys(Outcome, 0)
         self._recent_ms: deque[float] = deque(maxlen=_RECENT)  # per action, by episode
         self._newest_ms = 0.0  # of a running episode
+        self._scene, self._opens_since_s, self._is_scene_said = "", 0.0, False
         self._next_line_s = clock()
         self._bar = tqdm(
             desc=name,
@@ -62,12 +64,17 @@ class ProgressLine:
         """Episodes that Errored in this sitting."""
         return self._counts[Outcome.ERRORED]
 
+    def opens(self, scene: str) -> None:
+        """Note that a scene is being opened."""
+        self._scene, self._opens_since_s, self._is_scene_said = scene, self._clock(), False
+
     def heard(self, round_trip_ms: float) -> None:
         """Note how fast a running episode is answered."""
-        self._newest_ms = round_trip_ms
+        self._newest_ms, self._scene = round_trip_ms, ""
 
     def count(self, record: EpisodeRecord) -> None:
         """Count a finished episode."""
+        self._scene = ""
         self._counts[record.outcome] += 1
         if record.num_steps:
             spent_ms = sum(one.timings.round_trip_ms for one in record.answers)
@@ -85,6 +92,13 @@ class ProgressLine:
         self._bar.set_postfix_str(", ".join(self._facts()), refresh=False)
         if self._is_terminal:
             self._bar.update(0)
+        elif (
+            self._scene
+            and not self._is_scene_said
+            and (self._clock() > self._opens_since_s + _OPENS_LONG_S)
+        ):
+            self._is_scene_said = True
+            self._write_line()
         elif self._clock() >= self._next_line_s:
             self._next_line_s = self._clock() + _LINE_EVERY_S
             self._write_line()
@@ -109,6 +123,8 @@ class ProgressLine:
             yield f"{100 * succeeded / judged:.0f}% success (95%: {spread})"
         if errored:
             yield f"{errored} errored"
+        if self._scene:
+            yield f"opening {self._scene}"
         recent = self._recent_ms or [self._newest_ms]
         if any(recent):
             yield f"{sum(recent) / len(recent):.1f} ms/action"

@@ -87,6 +87,12 @@ class Comparison:
         return self.has_identical_actions or self.interval.low > -self.margin
 
     @property
+    def is_open(self) -> bool:
+        """Whether there are too few episodes to tell which of the runs succeeds more often."""
+        is_judged = self.num_pairs > 0 and self.have_same_assets
+        return is_judged and self.p_value >= LUCK and not self.is_not_worse
+
+    @property
     def verdict(self) -> str:
         """What the numbers allow to say of success, in a few words."""
         if not self.num_pairs:
@@ -95,6 +101,9 @@ class Comparison:
             return "different assets: not comparable"
         if self.has_identical_actions:
             return "identical actions"
+        if self.is_open:
+            points = f"{100 * self.difference:+.0f} points (95%: {points_text(self.interval, 0)})"
+            return f"too few to tell: {points}"
         if self.p_value >= LUCK:
             return "no difference shown"
         better = self.first if self.only_first > self.only_second else self.second
@@ -158,9 +167,9 @@ def compare(
     )
 
 
-def points_text(interval: Interval) -> str:
+def points_text(interval: Interval, digits: int = 1) -> str:
     """`-3.1 to +0.4`, in percentage points."""
-    return f"{100 * interval.low:+.1f} to {100 * interval.high:+.1f}"
+    return f"{100 * interval.low:+.{digits}f} to {100 * interval.high:+.{digits}f}"
 
 
 def conclusion(one: Comparison) -> str:
@@ -182,16 +191,17 @@ def conclusion(one: Comparison) -> str:
             f"{better} succeeds more often: {one.second} minus {one.first} is {seen} over "
             f"{one.num_pairs} episodes, McNemar p = {one.p_value:.3g}."
         )
-    start = (
-        f"{one.num_pairs} episodes show no difference of success: {one.second} minus {one.first} "
-        f"is {seen}, McNemar p = {one.p_value:.3g}. "
-    )
-    if one.is_not_worse:
-        return start + f"That {one.second} loses {margin} or more is ruled out."
+    seen = f"{one.second} minus {one.first} is {seen}, McNemar p = {one.p_value:.3g}."
+    if not one.is_open:
+        return (
+            f"{one.num_pairs} episodes show no difference of success: {seen} "
+            f"That {one.second} loses {margin} or more is ruled out."
+        )
     wanted = pairs_to_decide(one.only_first, one.only_second, one.num_pairs, one.margin)
-    return start + (
-        f"That {one.second} loses {margin} is not ruled out; if the shares stay as they are, about "
-        f"{wanted - one.num_pairs} more episodes would decide."
+    return (
+        f"Too few to tell, with {one.num_pairs} episodes: {seen} That {one.second} loses {margin} "
+        f"is not ruled out. Play about {wanted - one.num_pairs} more: they would decide, if the "
+        "shares stay as they are."
     )
 
 

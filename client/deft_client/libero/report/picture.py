@@ -62,7 +62,7 @@ class Racer:
 
 
 def find_races(runs: Sequence[RunResults]) -> Mapping[TrialKey, Sequence[Racer]]:
-    """The filmed trials: those of most runs first, then those that all runs solved."""
+    """The filmed trials: those of most runs first, of these those that went differently."""
     races: dict[TrialKey, list[Racer]] = {}
     for run in runs:
         for record in run.records:
@@ -70,9 +70,10 @@ def find_races(runs: Sequence[RunResults]) -> Mapping[TrialKey, Sequence[Racer]]
             if record.num_steps and path is not None:
                 races.setdefault(record.key, []).append(Racer(run, record, path))
 
-    def rank(key: TrialKey) -> tuple[int, int, TrialKey]:
-        lost = sum(racer.record.outcome is not Outcome.SUCCEEDED for racer in races[key])
-        return -len(races[key]), lost, key
+    def rank(key: TrialKey) -> tuple[int, bool, int, TrialKey]:
+        outcomes = [racer.record.outcome for racer in races[key]]
+        lost = sum(one is not Outcome.SUCCEEDED for one in outcomes)
+        return -len(races[key]), len(set(outcomes)) == 1, lost, key
 
     return {key: races[key] for key in sorted(races, key=rank)}
 

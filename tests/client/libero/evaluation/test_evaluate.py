@@ -72,14 +72,19 @@ def test_two_workers_and_one_play_exactly_the_same_episodes(tmp_path: Path) -> N
         assert [one.outcome for one in other.records] == [one.outcome for one in played[0].records]
 
 
-def test_the_same_command_plays_only_what_is_missing(tmp_path: Path) -> None:
+def test_the_same_command_plays_only_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with tiny_server() as server:
         _evaluate(tmp_path, "--url", server.url, "--episodes", "2")
         before = (tmp_path / "point_world-lossless" / "episodes.jsonl").read_bytes()
         num_requests = len(server.requests)
         assert _evaluate(tmp_path, "--url", server.url, "--episodes", "2") == 0
         assert len(server.requests) == num_requests
+        capsys.readouterr()
         assert _evaluate(tmp_path, "--url", server.url, "--episodes", "3") == 0
+    said = capsys.readouterr().err
+    assert said.startswith("point_world lossless: 3 episodes (2 already there, 1 to play), lock")
     content = (tmp_path / "point_world-lossless" / "episodes.jsonl").read_bytes()
     assert content.startswith(before)
     assert len(_run(tmp_path).records) == 3

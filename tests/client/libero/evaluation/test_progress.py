@@ -76,3 +76,29 @@ def test_an_episode_without_a_step_does_not_spoil_the_speed() -> None:
     progress = _progress(stream)
     progress.count(replace(record(), actions=record().actions[:0], answers=()))
     assert "ms/action" not in _last_line(progress, stream)
+
+
+def test_a_scene_that_is_opened_stands_in_the_line_until_its_episode_runs() -> None:
+    stream = io.StringIO()
+    progress = _progress(stream)
+    progress.opens("libero_object task 2")
+    assert _last_line(progress, stream).endswith("ETA ?, opening libero_object task 2")
+    progress = _progress(stream)
+    progress.opens("libero_object task 2")
+    progress.heard(15.0)
+    assert _last_line(progress, stream).endswith("ETA ?, 15.0 ms/action")
+
+
+def test_a_scene_that_takes_long_to_open_is_said_to_once_where_there_is_no_terminal() -> None:
+    stream, watch = io.StringIO(), _Watch()
+    progress = ProgressLine("libero_object deft", 100, stream, watch)
+    progress.draw()
+    for scene, seconds in (("task 1", 1.0), ("task 2", 20.0)):
+        progress.opens(scene)
+        for _ in range(4):
+            watch.seconds += seconds / 4
+            progress.draw()
+        progress.count(record())
+    said = stream.getvalue()
+    assert "task 1" not in said
+    assert said.count("opening task 2") == 1

@@ -12,7 +12,7 @@ from typing import ClassVar
 import pytest
 
 from deft_client.libero.commands.evaluate import read_options
-from deft_client.libero.evaluation.player import EpisodeEnded, Heartbeat
+from deft_client.libero.evaluation.player import EpisodeEnded, Heartbeat, Opening
 from deft_client.libero.evaluation.ray_workers import ActorWorker, RemotePlayer, Said
 from deft_client.libero.evaluation.runs import plan_runs
 from deft_client.libero.evaluation.workers import Died
@@ -115,7 +115,7 @@ def test_an_actor_says_that_it_is_there_and_then_how_its_episode_went(
     assert player.next_report() is None
     player.play(run.keys[0])
     reports = [player.next_report()]
-    while isinstance(reports[-1], Heartbeat):
+    while isinstance(reports[-1], Heartbeat | Opening):
         reports.append(player.next_report())
     assert isinstance(reports[-1], told)
     assert not list(tmp_path.iterdir())

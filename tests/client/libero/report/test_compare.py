@@ -99,6 +99,9 @@ def test_bootstrapped_intervals_hold_the_mean_every_time():
         ("s" * 30, "f" * 10 + "s" * 20, "plain succeeds more"),
         ("sf" * 10, "fs" * 10, "would decide"),
         ("s" * 20, "s" * 20, "is not ruled out"),
+        ("s" * 20, "s" * 20, "^Too few to tell, with 20 episodes: "),
+        ("s" * 4, "sssf", r"-25.0 points \(95%: .*Play about \d+ more"),
+        ("s" * 200, "s" * 200, "^200 episodes show no difference"),
         ("s" * 200, "s" * 200, "or more is ruled out"),
     ],
 )
@@ -148,7 +151,7 @@ def test_the_command_prints_tables_and_a_sentence(tmp_path, capsys):
     assert command.main([str(first), str(second)]) == 0
     said = capsys.readouterr().out
     assert "| passes per action | 2.00 | 2.00 | +0.00 |" in said
-    assert "3 episodes show no difference" in said
+    assert "Too few to tell, with 3 episodes" in said
     assert "is told: times of 3 episodes, 5 are needed" in said
     assert command.main([str(first), str(tmp_path)]) == 2
     assert "holds 2 runs" in capsys.readouterr().err

@@ -168,8 +168,35 @@ def test_equal_success_is_not_equal_actions(tmp_path: Path) -> None:
     first = _write(tmp_path / "a", *(record(0, trial, num_steps=3) for trial in range(4)))
     second = _write(tmp_path / "b", *(record(0, trial, num_steps=5) for trial in range(4)))
     compared = compare(first, second, ("a", "b"))
-    found = "Success: no difference shown. Actions: equal in 0 of 4 episodes."
+    found = (
+        "Success: too few to tell: +0 points (95%: -46 to +46). Actions: equal in 0 of 4 episodes."
+    )
     assert compared.sentences == found
+
+
+def test_a_few_episodes_are_said_to_be_too_few_and_not_in_bold(tmp_path: Path) -> None:
+    """It read "no difference shown" beside 100% and 75%."""
+    outcomes = [Outcome.SUCCEEDED] * 3 + [Outcome.FAILED]
+    folders = []
+    for name, last in (("autoregressive", Outcome.SUCCEEDED), ("deft", Outcome.FAILED)):
+        records = [
+            record(0, trial, outcome, num_steps=3 + (name == "deft"))
+            for trial, outcome in enumerate([*outcomes[:3], last])
+        ]
+        run = _write(tmp_path / name, *records, head=_named(name, decoding=name))
+        folders.append(str(run.folder))
+    text = _report(tmp_path, *folders)
+    assert (
+        '<p class="verdict open">Beside the baseline: Success: too few to tell: -25 points' in text
+    )
+
+
+def test_enough_episodes_without_a_difference_are_said_to_show_none(tmp_path: Path) -> None:
+    first = _write(tmp_path / "a", *(record(0, trial, num_steps=3) for trial in range(100)))
+    second = _write(tmp_path / "b", *(record(0, trial, num_steps=5) for trial in range(100)))
+    compared = compare(first, second, ("a", "b"))
+    assert compared.verdict == "no difference shown"
+    assert not compared.is_open
 
 
 def test_runs_on_different_assets_are_not_compared(tmp_path: Path) -> None:
@@ -355,6 +382,24 @@ def test_filmed_trials_are_shown_side_by_side_at_the_speed_they_had(tmp_path: Pa
     text = _report(tmp_path, *(str(run.folder) for run in runs))
     assert re.findall(r'data-rate="([\d.]+)"', text)[:2] == ["0.33333", "1.33333"]
     assert "Play at true speed" in text
+
+
+def test_the_page_opens_on_the_trial_that_went_differently(tmp_path: Path) -> None:
+    runs = []
+    for name, second in (("plain", Outcome.SUCCEEDED), ("fast", Outcome.FAILED)):
+        outcomes = (Outcome.SUCCEEDED, Outcome.FAILED, second, Outcome.SUCCEEDED)
+        records = [
+            replace(record(0, trial, one), video=f"videos/{trial}.mp4")
+            for trial, one in enumerate(outcomes)
+        ]
+        run = _write(tmp_path / name, *records, head=_named(name, decoding=name))
+        (run.folder / "videos").mkdir()
+        for one in records:
+            (run.folder / one.video).write_bytes(b"")
+        runs.append(run)
+    assert [key.trial for key in find_races(runs)] == [2, 0, 3, 1]
+    text = _report(tmp_path, *(str(run.folder) for run in runs))
+    assert text.index("trial 2 (succeeded, failed)") < text.index("trial 0 (succeeded, succeeded)")
 
 
 def test_what_no_browser_can_play_that_slowly_is_hurried_and_says_so(tmp_path: Path) -> None:
