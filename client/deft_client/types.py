@@ -173,6 +173,12 @@ class PassTrace:
         )
 
 
+class CountedPasses(Sequence[PassTrace]):
+    """Passes whose accepted lengths are known before the passes are described."""
+
+    accepted_lengths: tuple[int, ...]  # drafted tokens kept, pass by pass
+
+
 @dataclass(frozen=True)
 class DecodeTrace:
     """Everything that happened while one action was decoded.
@@ -200,6 +206,8 @@ class DecodeTrace:
     @property
     def accepted_lengths(self) -> tuple[int, ...]:
         """Drafted tokens kept, pass by pass."""
+        if isinstance(self.passes, CountedPasses):
+            return self.passes.accepted_lengths
         return tuple(one.accepted_length for one in self.passes)
 
     @property

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from deft_client.types import DecodeTrace, PassTrace
+from deft_client.types import CountedPasses, DecodeTrace, PassTrace
 from deft_policies.decoding.acceptance.numbers import WrittenNumbers, drift_of_steps
 from deft_policies.decoding.acceptance.rule import (
     NO_CLASS,
@@ -241,9 +241,17 @@ class PassRecord:
     is_prefill: bool
     laps: list[Lap]
 
+    @cached_property
+    def spent_ms(self) -> Mapping[Stage, float]:
+        """Time by stage. May wait for the device when it is first asked for."""
+        spent = dict.fromkeys(Stage, 0.0)
+        for stage, *marks in self.laps:
+            spent[stage] += milliseconds(*marks)
+        return spent
+
     def ms(self, *stages: Stage) -> float:
         """Time spent in these stages."""
-        return sum(milliseconds(*marks) for stage, *marks in self.laps if stage in stages)
+        return sum(self.spent_ms[one] for one in stages)
 
     def num_read(self, with_nodes: bool) -> int:
         """How many of a row's numbers the host reads at once: what is committed, and the nodes."""
@@ -257,9 +265,11 @@ class PassRecord:
         sizes |= {"is_real": node, "path": step, "bonus": 1}
         return {name: list(islice(rest, size)) for name, size in sizes.items()}
 
-    def describe(self, slot: int, name: Name) -> PassTrace:
-        """One row's pass, without the nodes that were only padding, and tokens by their `name`."""
-        found = self.split(self.numbers[slot - self.first].tolist())
+    def describe(
+        self, numbers: Sequence[int], spent_ms: Mapping[Stage, float], name: Name
+    ) -> PassTrace:
+        """The pass of a row with these `numbers`, without padding, and tokens by their `name`."""
+        found = self.split(numbers)
         tokens, predictions, parents = found["drafted"], found["predictions"], found["parents"]
         sources, path = found["sources"], found["path"][1 : found["num_kept"][0] + 1]
         real = [node for node, is_one in enumerate(found["is_real"]) if is_one]
@@ -273,28 +283,38 @@ class PassRecord:
             predictions=name([predictions[node] for node in real]),
             path=tuple(number[node] for node in path),
             bonus=name(found["bonus"])[0],
-            draft_ms=self.ms(Stage.DRAFT),
-            pass_ms=self.ms(Stage.PREFILL, Stage.VERIFY),
-            judge_ms=self.ms(Stage.JUDGE),
+            draft_ms=spent_ms[Stage.DRAFT],
+            pass_ms=spent_ms[Stage.PREFILL] + spent_ms[Stage.VERIFY],
+            judge_ms=spent_ms[Stage.JUDGE],
         )
 
 
-class LazyPassTraces(Sequence[PassTrace]):
-    """Passes that are put into words when they are first looked at; how many is known before.
+class LazyPassTraces(CountedPasses):
+    """Passes that are put into words when they are first looked at.
 
-    Equal to any sequence of the same passes. Any thread may ask.
+    All that the words need is read from the device here, so any thread may look and none waits.
+    Equal to any sequence of the same passes.
     """
 
     def __init__(self, records: Sequence[PassRecord], slot: int, name: Name = tuple) -> None:
         """`name` makes of tokens what they are called outside."""
-        self._records, self._slot, self._name = records, slot, name
+        rows = read_lists([one.numbers[slot - one.first, None] for one in records])
+        self._passes = [
+            (record, numbers, record.spent_ms)
+            for record, [numbers] in zip(records, rows, strict=True)
+        ]
+        self._name = name
+        self.accepted_lengths = tuple(numbers[0] for _, numbers, _ in self._passes)
 
     @cached_property
     def _described(self) -> tuple[PassTrace, ...]:
-        return tuple(one.describe(self._slot, self._name) for one in self._records)
+        return tuple(
+            record.describe(numbers, spent_ms, self._name)
+            for record, numbers, spent_ms in self._passes
+        )
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self._passes)
 
     def __getitem__(self, index: Any) -> Any:
         return self._described[index]
@@ -592,7 +612,8 @@ class Batch:
 
 def read_lists(parts: Sequence[Tensor]) -> list[list[list[int]]]:
     """Tensors [row, number] as lists, in one read from the device."""
-    numbers: Iterator[int] = iter(torch.cat([one.flatten() for one in parts]).tolist())
+    flat = torch.cat([one.flatten() for one in parts]).tolist() if parts else []
+    numbers: Iterator[int] = iter(flat)
     return [[list(islice(numbers, one.shape[1])) for _ in range(len(one))] for one in parts]
 
 

@@ -279,7 +279,7 @@ class Service:
     def _timings(self, answer: ActionChunk, request: Request, decoded_s: float) -> StageTimings:
         """Return an answer's timings with the server's own stages, and count it soon."""
         total_s = time.monotonic() - request.arrived_s
-        # Counted once the answer has been sent: traces are put into words when they are looked at.
+        # Counted once the answer has been sent.
         count = partial(self.metrics.observe_answer, answer, request.queue_s, total_s)
         asyncio.get_running_loop().call_soon(count)
         stages = {

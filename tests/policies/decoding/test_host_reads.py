@@ -2,7 +2,8 @@
 
 Shown without a GPU: all of decoding runs on meta tensors, which have shapes but no values. Whatever
 would make the host wait for a value (tolist, item, bool, indexing by a mask) fails on them, so what
-runs through cannot do so; the one read of a round is answered by a script and counted.
+runs through cannot do so; the one read of a round is answered by a script and counted. The trace
+is read when an answer has ended.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deft_policies.decoding import kinds, steps
+from deft_policies.decoding import batch, kinds, steps
 from deft_policies.decoding.acceptance.rule import ActionSpace
 from deft_policies.decoding.batch import AnswerSpec, Row
 from deft_policies.decoding.drafts.retrieval import RetrievalIndex
@@ -78,7 +79,11 @@ def reads_and_passes(
                 found[:2] = min(kept, record.num_steps - 1), row.number
         return [is_finite, slots, *passes]
 
+    def read_when_ended(parts: Sequence[Tensor]) -> list[list[list[int]]]:
+        return [[[0] * one.shape[1] for _ in range(len(one))] for one in parts]
+
     monkeypatch.setattr(steps, "read_lists", read)
+    monkeypatch.setattr(batch, "read_lists", read_when_ended)
     own = tuple((30 + step,) * LENGTH for step in range(3))
     memory = SessionMemory(own=own, drift=(0.0,) * LENGTH, answer=(7,) * 20)
     rows = [Row(method, form, memory) for _ in range(NUM_ROWS)]
