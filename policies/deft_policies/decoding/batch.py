@@ -162,7 +162,7 @@ class Row:
         self.count = max(self.count, len(self.tokens))
         self.is_finite = self.is_finite and is_finite
         ended = self.spec.stop is not None and self.tokens[-1:] == [self.spec.stop]
-        self.is_done = ended or self.count >= self.limit
+        self.is_done = ended or not self.is_finite or self.count >= self.limit
 
     def finish(self, margins: Sequence[float]) -> None:
         """Make the trace, and the memory that the session goes on with."""

@@ -172,7 +172,13 @@ class Engine:
             raise
 
     def _finish(self, row: Row, played: BatchSteps) -> Row:
-        """Let go of an answer that has ended, with trace and memory; its guard learns from it."""
+        """Let go of an answer that has ended, with trace and memory; its guard learns from it.
+
+        One that is not finite has neither, and nobody learns from it.
+        """
+        if not row.is_finite:
+            played.let_go(row)
+            return row
         num_tokens = min(len(row.tokens), row.spec.max_tokens)
         margins: list[float] = []
         if row.wants_margins:
