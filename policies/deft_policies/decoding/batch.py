@@ -526,6 +526,13 @@ class Batch:
             self.limit[row.slot] = 0
             self.cache.length[row.slot] = 0
 
+    def clear(self, slot: int) -> None:
+        """Forget what a slot held that is not finite, for the next answer there."""
+        assert self.cache is not None
+        self.cache.clear(slice(slot, slot + 1))
+        for kept in self._extra.values():
+            kept[slot].zero_()
+
     def fill(
         self, rows: Sequence[Row], keys: Tensor | None, drafts: bool, reads_past: bool
     ) -> None:

@@ -4,6 +4,7 @@
 nothing is checked and the end is known. On a GPU steps are captured and replayed.
 """
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 
@@ -183,8 +184,16 @@ class BatchSteps:
         return self.plan == plan and self.method == method
 
     def let_go(self, row: Row) -> None:
-        """Close the slot of a row that has ended, or that nobody waits for any more."""
+        """Close the slot of a row that has ended, or that nobody waits for any more.
+
+        Where its numbers are not finite, nothing of them stays: a masked NaN is still NaN.
+        """
         self.batch.let_go(row)
+        is_finite = row.is_finite
+        if any(row in rows for rows, _ in self._unread):
+            is_finite = math.isfinite(self.batch.sums[row.slot].item())
+        if not is_finite:
+            self.batch.clear(row.slot)
         self._unread = [([r for r in rows if r is not row], one) for rows, one in self._unread]
 
     def _replay(

@@ -81,6 +81,10 @@ class KVCache:
             self.length = functional.pad(self.length, (0, missing))
         self._views = {}
 
+    def clear(self, rows: slice) -> None:
+        """Write zeros: NaN that rows left behind would reach later ones through any mask."""
+        self._data[:, rows].zero_()
+
     def lengths(self, first: int, stop: int) -> Tensor:
         """`length` of some rows; the same view each time."""
         if (first, stop) not in self._views:

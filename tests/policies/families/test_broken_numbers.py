@@ -3,22 +3,28 @@
 One token's embedding is broken: every pass that reads the token computes NaN.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from deft_client.types import ActOptions, Observation
+from deft_client.types import ActOptions, DecodeTrace, Observation
 from deft_policies.base import ActRequest, Running
+from deft_policies.decoding.engine import DraftModels
 from deft_policies.errors import NotFiniteError
 from deft_policies.families.loading import load_policy
+from deft_policies.families.openvla import OpenVLA
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
+from deft_policies.model.draft_heads import EagleHead, head_sizes
 from deft_policies.model.formats import Precision
 from tests import golden_ecot
+from tests.policies.families.test_policy import request_for, tiny_policy
 
+LATE = 16  # tokens that are fine before the first broken one
 METHODS = ("autoregressive", "lossless:guard=off")
 
 
@@ -49,7 +55,7 @@ def asked(number: int, method: str, num_words: int, max_tokens: int) -> ActReque
 
 
 @contextmanager
-def broken_words(policy: VlaPolicy, tokens: Sequence[int]) -> Iterator[None]:
+def broken_words(policy: VlaPolicy, tokens: Collection[int]) -> Iterator[None]:
     """Meanwhile, whoever reads one of these tokens computes NaN."""
     words = policy.token_model.network.decoder.embedding.weight.data
     whole = words[list(tokens)].clone()
@@ -70,17 +76,21 @@ def rounds_of(policy: VlaPolicy, frames: Sequence[Running]) -> list[int]:
     return ended
 
 
-def tokens_of(frame: Running) -> tuple[int, ...]:
+def trace_of(frame: Running) -> DecodeTrace:
     assert frame.error is None
     assert frame.answer is not None
     assert frame.answer.chunk.trace is not None
-    return frame.answer.chunk.trace.tokens
+    return frame.answer.chunk.trace
+
+
+def traces_of(policy: VlaPolicy, requests: Sequence[ActRequest]) -> list[DecodeTrace]:
+    frames = policy.start(requests)
+    rounds_of(policy, frames)
+    return [trace_of(frame) for frame in frames]
 
 
 def answers_of(policy: VlaPolicy, requests: Sequence[ActRequest]) -> list[tuple[int, ...]]:
-    frames = policy.start(requests)
-    rounds_of(policy, frames)
-    return [tokens_of(frame) for frame in frames]
+    return [one.tokens for one in traces_of(policy, requests)]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -96,4 +106,68 @@ def test_a_text_ends_in_the_round_whose_numbers_are_not_finite(folder: Path, met
     assert (
         1 < rounds[0] <= num_fine + 2
     )  # one for each token, and the one that reads the broken word
-    assert tokens_of(frames[1]) == fine
+    assert trace_of(frames[1]).tokens == fine
+
+
+def of_many_lengths(method: str) -> list[ActRequest]:
+    """As many as a batch has room for: what one leaves behind lies within another's reach."""
+    return [asked(number, method, 1 + number, 40) for number in range(8)]
+
+
+def late_words(answers: Sequence[tuple[int, ...]]) -> set[int]:
+    """Tokens that no answer has among its first ones."""
+    early = {token for one in answers for token in one[:LATE]}
+    return {token for one in answers for token in one[LATE:]} - early
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_answers_after_broken_ones_are_as_good_as_the_first(folder: Path, method: str) -> None:
+    policy = thinker(folder)
+    requests = of_many_lengths(method)
+    good = answers_of(policy, requests)
+    with broken_words(policy, late_words(good)):
+        frames = policy.start(requests)
+        rounds = rounds_of(policy, frames)
+    broken = [isinstance(one.error, NotFiniteError) for one in frames]
+    assert broken.count(True) >= 6
+    assert min(rounds) > LATE
+    for _ in range(2):
+        assert answers_of(policy, requests[::-1]) == good[::-1]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_actions_after_broken_ones_that_were_given_up_are_as_good_as_the_first(method: str) -> None:
+    """The host reads an action's passes when it ends: whoever leaves earlier leaves unread NaN."""
+    policy = tiny_policy(ModelOptions(decoding=method))
+    requests = [request_for(number, text="lift it " * (1 + number)) for number in range(8)]
+    good = answers_of(policy, requests)
+    with broken_words(policy, {one[-3] for one in good}):
+        frames = policy.start(requests)
+        for _ in range(6):
+            policy.step()
+        for frame in frames:
+            policy.cancel(frame)
+    assert answers_of(policy, requests[::-1]) == good[::-1]
+
+
+def test_a_head_drafts_after_broken_answers_as_it_did_before() -> None:
+    """A head keeps keys of its own, made of hidden states: here of a prompt that is broken."""
+    torch.manual_seed(0)
+    head = EagleHead(head_sizes(32, 48, 4, 4, max_positions=256)).requires_grad_(False)
+    model = tiny_policy().token_model
+    assert isinstance(model, OpenVLA)
+    policy = VlaPolicy(model, ModelOptions(decoding="lossless:drafts=head"), DraftModels(head))
+    requests = [request_for(number, text="lift it " * (1 + number)) for number in range(8)]
+    before = traces_of(policy, requests)
+    long, word = "lift it " * 15 + "over", sum(b"over") % 300  # as `word_ids` has it
+    assert word in model.encode(long)
+    with broken_words(policy, [word]):
+        frames = policy.start([request_for(7, text=long), *requests[1:]])
+        rounds_of(policy, frames)
+    assert isinstance(frames[0].error, NotFiniteError)
+    assert any(frame.error is None for frame in frames)
+    assert list(map(drafted, traces_of(policy, requests))) == list(map(drafted, before))
+
+
+def drafted(trace: DecodeTrace) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    return [(one.tokens, one.parents) for one in trace.passes]

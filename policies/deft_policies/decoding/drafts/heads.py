@@ -72,6 +72,7 @@ class EagleDrafts(DraftSource):
         if not self._cache.is_fixed:
             self._room = max(reach, 0 if alone else self._room)
             self._cache.reserve(batch.capacity, self._room + _MOST_OPEN)
+        self._cache.clear(batch.slots)  # the answer before may have left NaN there
         self._num_patches = prompts.patches.stop - prompts.patches.start
         torch.sub(prompts.lengths, 1, out=self._cache.length[batch.slots])
         self._prompt[batch.slots] = prompts.lengths
