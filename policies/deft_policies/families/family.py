@@ -6,39 +6,26 @@ loaded the same way for all.
 """
 
 import logging
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from deft_policies.checkpoint.config import load_config
 from deft_policies.checkpoint.open import Checkpoint, CheckpointSource, load_model
-from deft_policies.decoding.methods import AUTOREGRESSIVE
-from deft_policies.decoding.target import Prompts, Target
-from deft_policies.decoding.tree import DraftTree
 from deft_policies.errors import CheckpointError, DeviceError
 from deft_policies.families.model import Encode, Model
 from deft_policies.families.options import ModelOptions
 from deft_policies.model.formats import Precision, Quantization
 from deft_policies.model.graphs import Reserve, StepRunner, capture_on_cuda
-from deft_policies.model.kv_cache import STRIP
-from deft_policies.model.llama import LlamaDecoder
 from deft_policies.model.random_weights import NAMED_SIZES, build_random_model, word_ids
-from deft_policies.model.sizes import LlamaSizes, OpenVLAConfig, TokenRange, VlaConfig
+from deft_policies.model.sizes import OpenVLAConfig, VlaConfig
 from deft_policies.model.tensor_names import TensorPlace
-from deft_policies.model.vla import OpenVLAModel, allocate
+from deft_policies.model.vla import OpenVLAModel
 
 _log = logging.getLogger(__name__)
-# To find the faster format on a CPU.
-_TIMED_RUNS = 6
-_PROMPT = 96  # positions, patches among them
-_FEW_TOKENS = 256  # of a vocabulary: the head is left out
-_BEYOND_CACHES = 2**24  # numbers of layers that no processor's caches hold
-_CLEARLY_FASTER = 0.9  # so that the same machine chooses the same format next time
 LONGEST_INSTRUCTION = 64  # ids of a prompt that passes are captured for
 DTYPES = {Precision.FLOAT32: torch.float32, Precision.BFLOAT16: torch.bfloat16}
 
@@ -101,66 +88,27 @@ def choose_device(name: str | None) -> torch.device:
     return device
 
 
-def choose_precision(
-    options: ModelOptions, device: torch.device, config: VlaConfig | None = None
-) -> tuple[Precision, str]:
-    """The number format, and why. Without a `config` no format is timed."""
+def choose_precision(options: ModelOptions, device: torch.device) -> tuple[Precision, str]:
+    """The number format, and why: what is asked for, or else what follows from the machine.
+
+    Nothing is timed, so every start of every replica on such a machine serves the same format.
+    """
     if options.precision is not None:
         return options.precision, "as asked for"
     if options.usual_precision is not None:
         return options.usual_precision, "as the policy's files ask"
     if device.type == "cuda":
         return Precision.BFLOAT16, "the default on a GPU"
-    usual, reason = Precision.FLOAT32, "the default on a CPU"
-    if options.quantization is not Quantization.NONE or not multiplies_bfloat16():
-        return usual, reason
-    if config is None:
-        return usual, f"{reason}, unless bfloat16 is found faster at the start"
-    return find_faster(config.llm, options.decoding == AUTOREGRESSIVE)
+    if options.quantization is not Quantization.NONE:
+        return Precision.FLOAT32, "the default of quantised weights on a CPU"
+    if multiplies_tiles():
+        return Precision.BFLOAT16, "the default on a CPU with AMX"
+    return Precision.FLOAT32, "the default on a CPU without AMX"
 
 
-def multiplies_bfloat16() -> bool:
-    """Whether this processor multiplies bfloat16 natively."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-
-
-@lru_cache(maxsize=8)
-def find_faster(sizes: LlamaSizes, is_plain: bool) -> tuple[Precision, str]:
-    """Time some of a decoder's layers in both formats: bfloat16 where it is clearly faster."""
-    layer_numbers = sizes.width * (4 * sizes.width + 3 * sizes.mlp_width)
-    num_layers = min(sizes.num_layers, 1 + _BEYOND_CACHES // layer_numbers)
-    some = replace(sizes, num_layers=num_layers, vocabulary=_FEW_TOKENS)
-    took = {one: _answer_ms(some, DTYPES[one], is_plain) for one in Precision}
-    ratio = took[Precision.BFLOAT16] / took[Precision.FLOAT32]
-    faster = Precision.BFLOAT16 if ratio < _CLEARLY_FASTER else Precision.FLOAT32
-    spent = ", ".join(f"{one.value} {ms:.1f} ms" for one, ms in took.items())
-    layers = f"{num_layers} of {sizes.num_layers} layers"
-    return faster, f"{layers} took {spent} of an answer; bfloat16 must be 10% faster"
-
-
-@torch.inference_mode()
-def _answer_ms(sizes: LlamaSizes, dtype: torch.dtype, is_plain: bool) -> float:
-    """What layers take of an action: the prefill, then plain passes or half as many with drafts."""
-    with torch.device("meta"):
-        decoder = LlamaDecoder(sizes).to(dtype)
-    allocate(decoder, torch.device("cpu"))
-    for parameter in decoder.parameters():
-        parameter.fill_(2.0**-8)
-    target = Target(decoder, TokenRange(0, _FEW_TOKENS - 1))
-    root = torch.zeros(1, 1, dtype=torch.int64)
-    embeds = decoder.embedding(root.expand(1, _PROMPT))
-    prompts = Prompts(embeds, torch.tensor([_PROMPT]), root[:, 0], slice(0))
-    cache, pass_tree = target.new_cache(), DraftTree.chain(root.expand(1, 1 if is_plain else 8))
-    cache.reserve(1, _PROMPT + STRIP)
-    prefill_s, pass_s = [], []
-    for _ in range(_TIMED_RUNS):
-        started = time.perf_counter()
-        target.prefill(cache, 0, prompts, DraftTree.root_only(root[:, 0]))
-        between = time.perf_counter()
-        target.score(cache, pass_tree)
-        prefill_s.append(between - started)
-        pass_s.append(time.perf_counter() - between)
-    return 1e3 * (min(prefill_s) + (6 if is_plain else 3) * min(pass_s))
+def multiplies_tiles() -> bool:
+    """Whether this processor multiplies bfloat16 in tiles (AMX)."""
+    return torch.cpu._is_amx_tile_supported()
 
 
 def choose_runner(options: ModelOptions, device: torch.device, reserve: Reserve) -> StepRunner:

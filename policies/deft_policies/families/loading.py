@@ -77,7 +77,7 @@ def load_policy(options: ModelOptions) -> VlaPolicy:
         check_quantization(options.quantization, device, DTYPES[options.precision])
     family = open_model(options)
     _choose_threads(options, device, family)
-    precision, reason = choose_precision(options, device, family.config)
+    precision, reason = choose_precision(options, device)
     dtype = DTYPES[precision]
     check_quantization(options.quantization, device, dtype)
     keys = tuple(family.config.statistics)
@@ -99,9 +99,9 @@ def load_policy(options: ModelOptions) -> VlaPolicy:
     policy = VlaPolicy(model, options, drafts, method)
     policy.reason_for_dtype = reason
     policy.digests = {name: digest.result() for name, digest in digests.items()}
+    _log.info("served in %s (%s)", precision.value, reason)
     if isinstance(model, TokenModel):
-        equality = model.target.describe_equality()
-        _log.info("%s (%s); answers of exact methods: %s", precision.value, reason, equality)
+        _log.info("answers of exact methods: %s", model.target.describe_equality())
     return policy
 
 
@@ -233,7 +233,7 @@ def _examine_device(options: ModelOptions) -> Judged:
 
 def _examine_memory(family: Family, options: ModelOptions) -> Judged:
     device = choose_device(options.device)
-    precision, reason = choose_precision(options, device, family.config)
+    precision, reason = choose_precision(options, device)
     need = check_memory(family.places, device, DTYPES[precision], options.quantization)
     text = f"needs about {need / _GIB:.1f} GiB on {device} in {precision.value} ({reason})"
     return Verdict.GOOD, text

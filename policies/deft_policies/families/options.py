@@ -89,7 +89,7 @@ class ModelOptions:
     precision: Precision | None = _flag(
         "--dtype",
         read=Precision,
-        help="default: bfloat16 on a GPU; on a CPU float32, or bfloat16 where it is found faster",
+        help="default: bfloat16 on a GPU and on a CPU with AMX, else float32",
     )
     quantization: Quantization = _flag(
         "--quantization", Quantization.NONE, help="weight-only, of the decoder's matrices"

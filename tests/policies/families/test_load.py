@@ -18,12 +18,11 @@ from deft_policies.decoding.drafts.retrieval import RetrievalIndex
 from deft_policies.decoding.methods import PRESETS
 from deft_policies.errors import CheckpointError, DeviceError, PolicyError, RequestError
 from deft_policies.families import family
-from deft_policies.families.loading import load_float32_twin, load_policy
+from deft_policies.families.loading import examine, load_float32_twin, load_policy
 from deft_policies.families.options import ModelOptions, add_flags, read_flags
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.draft_heads import MedusaHeads
 from deft_policies.model.formats import Precision, Quantization
-from deft_policies.model.sizes import LlamaSizes
 from tests import golden
 
 OPTIONS = ModelOptions(
@@ -275,46 +274,56 @@ def test_small_models_take_one_thread_unless_told_otherwise() -> None:
         torch.set_num_threads(before)
 
 
-def test_a_cpu_takes_bfloat16_where_it_is_clearly_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("has_tiles", "served", "reason"),
+    [
+        (True, "bfloat16", "the default on a CPU with AMX"),
+        (False, "float32", "the default on a CPU without AMX"),
+    ],
+)
+def test_a_cpus_format_follows_from_what_its_processor_can_do(
+    monkeypatch: pytest.MonkeyPatch, has_tiles: bool, served: str, reason: str
+) -> None:
+    """It was timed once, so that two replicas of one policy answered in two formats."""
+    monkeypatch.setattr(family, "multiplies_tiles", lambda: has_tiles)
     options = replace(RANDOM, precision=None)
-    monkeypatch.setattr(family, "multiplies_bfloat16", lambda: True)
-    for bfloat16_ms, faster in ((2.6, "bfloat16"), (2.8, "float32"), (4.0, "float32")):
-        ms = {torch.float32: 3.0, torch.bfloat16: bfloat16_ms}
-        monkeypatch.setattr(family, "_answer_ms", lambda sizes, dtype, *_, ms=ms: ms[dtype])
-        family.find_faster.cache_clear()
+    for _ in range(3):
         details = load_policy(options).info.details
-        assert details["dtype"] == faster
-        assert f"float32 3.0 ms, bfloat16 {bfloat16_ms} ms" in details["dtype chosen"]
-    family.find_faster.cache_clear()
+        assert (details["dtype"], details["dtype chosen"]) == (served, reason)
+    device = examine(options)[0]
+    assert device.subject == "device"
+    assert f"{served} ({reason})" in device.text
 
 
-def test_a_format_that_the_policys_files_ask_for_is_not_timed(
+@pytest.mark.parametrize(
+    "options",
+    [RANDOM, ModelOptions(random_weights="small", num_pictures=2, num_steps=8, device="cpu")],
+    ids=["tokens", "one-pass"],
+)
+def test_the_log_says_which_format_is_served_and_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, options: ModelOptions
+) -> None:
+    monkeypatch.setattr(family, "multiplies_tiles", lambda: False)
+    with caplog.at_level("INFO"):
+        load_policy(replace(options, precision=None))
+    assert "float32 (the default on a CPU without AMX)" in caplog.text
+
+
+def test_weights_of_few_bits_are_multiplied_in_float32_on_any_cpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two replicas of the small policy once timed for themselves, and answered in two formats."""
-    monkeypatch.setattr(family, "multiplies_bfloat16", lambda: True)
-    monkeypatch.setattr(family, "find_faster", lambda *_: pytest.fail("it was timed"))
-    options = replace(RANDOM, precision=None, usual_precision=Precision.FLOAT32)
-    assert load_policy(options).info.details["dtype"] == "float32"
-
-
-def test_both_formats_are_timed_on_layers_of_the_same_sizes() -> None:
-    sizes = LlamaSizes(
-        64, width=16, mlp_width=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8
-    )
-    for is_plain in (True, False):
-        precision, reason = family.find_faster(sizes, is_plain)
-        assert precision in Precision
-        assert reason.startswith("2 of 2 layers took float32 ")
+    monkeypatch.setattr(family, "multiplies_tiles", lambda: True)
+    options = replace(RANDOM, precision=None, quantization=Quantization.INT8)
+    chosen = family.choose_precision(options, torch.device("cpu"))
+    assert chosen == (Precision.FLOAT32, "the default of quantised weights on a CPU")
 
 
 def test_info_says_who_asked_for_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(family, "multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(family, "multiplies_tiles", lambda: True)
     options = replace(RANDOM, precision=None)
     asked = {
         "as asked for": replace(options, precision=Precision.FLOAT32),
         "as the policy's files ask": replace(options, usual_precision=Precision.FLOAT32),
-        "the default on a CPU": options,
     }
     for reason, one in asked.items():
         details = load_policy(one).info.details

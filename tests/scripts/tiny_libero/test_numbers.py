@@ -16,6 +16,7 @@ from deft_policies.families.policy import VlaPolicy
 from deft_policies.families.vla0.model import Vla0, read_numbers_text, to_actions
 from deft_policies.families.vla0.prompt import prompt_text
 from deft_policies.families.vla0.run_folder import read_run
+from deft_policies.model.formats import Precision
 from scripts.tiny_libero.data import AugmentConfig
 from scripts.tiny_libero.episodes import load_demonstrations
 from scripts.tiny_libero.number_fit import NumberFitConfig, NumberTrainer
@@ -123,7 +124,8 @@ def test_what_was_taught_is_served_as_it_was_taught(demos: Path, tmp_path: Path)
     trainer = NumberTrainer(CONFIG, prepared.run, prepared.samples, prepared.tokenizer)
     net = trainer.run(tmp_path / "run")
     write_numbers(net, prepared, tmp_path / "taught", torch.float32)
-    policy = load_policy(ModelOptions(checkpoint=str(tmp_path / "taught")))
+    served_as = ModelOptions(checkpoint=str(tmp_path / "taught"), precision=Precision.FLOAT32)
+    policy = load_policy(served_as)
     assert isinstance(policy, VlaPolicy)
     assert policy.info.held_out == {episodes[0].header.suite: "30-39"}
     model = policy.model
