@@ -127,7 +127,8 @@ class PassTrace:
     tokens: tuple[int, ...]  # [node]
     parents: tuple[int, ...]  # [node], -1 for the root
     sources: tuple[str, ...]  # [node], which draft source guessed it; "" for the root
-    predictions: tuple[int, ...]  # [node], the target's greedy token after each node
+    # [node], the target's token after each node, drawn where it samples: what drafts must meet.
+    predictions: tuple[int, ...]
     path: tuple[int, ...]
     bonus: int  # the target's own token after the path
     draft_ms: float = 0.0

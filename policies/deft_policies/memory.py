@@ -46,7 +46,7 @@ class SessionMemory:
     accepted draft became the next draft, and motion stopped.
     """
 
-    own: tuple[Tokens, ...] = ()  # [step][position], the target's own tokens, the newest last
+    own: tuple[Tokens, ...] = ()  # [step][position], the target's greedy tokens, the newest last
     drift: tuple[float, ...] = ()  # [position], in bins: executed minus own, leaky sum
     num_steps: int = 0
     noise: int = 0  # drawn by whoever opens the session, so that no two sample alike

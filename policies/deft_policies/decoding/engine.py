@@ -442,7 +442,7 @@ def _learn_passes(guard: Guard, row: Row) -> None:
     guard.learn_passes(row.choice.plan, row.num_passes - 1, needed)
     own = row.memory.own
     if row.spec.is_action and row.method.rule.is_exact and len(own) > 1:
-        is_changed = [a != b for a, b in zip(own[-2][:-1], own[-1][:-1], strict=True)]
+        is_changed = [a != b for a, b in zip(own[-2][:-1], row.tokens[:-1], strict=True)]
         num_behind = len(is_changed) - is_changed.index(True) if any(is_changed) else 0
         for plan in row.method.plans:
             if plan.name != row.choice.plan and plan.kinds == {kinds.PREVIOUS}:

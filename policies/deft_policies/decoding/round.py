@@ -114,16 +114,17 @@ class Round:
         return replace(scores, logits=self.target.penalise(scores.logits, seen, tree))
 
     def _accept(self, rows: Batch, tree: DraftTree, scores: Scores, depth: int) -> Pass:
-        """What the target says after each node, and which path is committed."""
+        """What the target says after each node, and which path is committed.
+
+        `target_tokens` are greedy, even where tokens are drawn: whatever drafted, sessions remember
+        the same.
+        """
         method, logits, first = self.method, scores.logits, self.target.vocabulary.first
         tokens = predict(method, tree, logits, first, rows.keys, rows.count)
         assert scores.answers is not None
         if tree.num_nodes == 1:
-            own = tokens
-            if not self.plan.kinds and method.temperature > 0.0:
-                own = first_maximum(logits) + first
             root = rows.root_path, rows.none_kept
-            done = Pass(tree, own, *root, tokens[:, 0], tokens, own, scores.answers)
+            done = Pass(tree, tokens, *root, tokens[:, 0], tokens, tokens, scores.answers)
         else:
             steps = max(1, min(tree.num_nodes, depth + 1, rows.positions))
             if self._judges_on_host and (tree.odds is None or method.temperature == 0.0):
@@ -131,6 +132,9 @@ class Round:
                 done = judge_on_host(tree, tokens, scores.answers, room, stop, steps)
             else:
                 done = judge(method, self._scored(rows, tree, scores, tokens), rows.keys, steps)
+        if method.temperature > 0.0:
+            greedy = first_maximum(logits) + first
+            done = replace(done, target_tokens=greedy.gather(1, done.path))
         if self.keeps_hidden:
             done = replace(done, hidden=take_rows(scores.hidden, done.path))
         if self._keeps_logits:
