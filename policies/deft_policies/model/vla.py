@@ -52,13 +52,13 @@ class VlaNetwork(nn.Module):
     def fingerprint(self) -> str:
         """A digest that samples every weight: what was trained for other weights is refused by it.
 
-        Equal for equal checkpoints, in float32 and bfloat16 alike; quantised ones have none that
-        others could be compared with.
+        Equal for equal checkpoints in whatever format they are served: every number is taken as
+        bfloat16 rounds it. Quantised ones have none that others could be compared with.
         """
         digest = hashlib.sha256()
         for name, weight in sorted(self.named_parameters()):
             flat = weight.detach().flatten()
-            picked = flat[:: max(1, len(flat) // 1024)].float().cpu()
+            picked = flat[:: max(1, len(flat) // 1024)].bfloat16().float().cpu()
             digest.update(f"{name} {tuple(weight.shape)}\n".encode())
             digest.update(picked.numpy().tobytes())
         return digest.hexdigest()
