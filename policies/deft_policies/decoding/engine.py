@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import EntryPoint
 
+import torch
+
 from deft_policies.decoding import kinds
 from deft_policies.decoding.batch import AnswerSpec, Batch, Row
 from deft_policies.decoding.clock import Stage, StageClock
@@ -80,10 +82,6 @@ class DraftModels:
         return makers
 
 
-def _plugin_source(found: EntryPoint, target: Target, method: Method) -> DraftSource:
-    return PluginSource(found, target)
-
-
 class Engine:
     """Decodes answers by any methods over one target. Used by one thread."""
 
@@ -93,9 +91,11 @@ class Engine:
         self.target = target
         self._widest = widest
         self._makers = (models or DraftModels()).makers(target)
-        self._untried = dict(find_plugins(kinds.SOURCES))
-        for name, found in self._untried.items():
-            self._makers[name] = partial(_plugin_source, found, target)
+        # Sources of packages by name, once they are made, and why others could not be made.
+        self._plugins: dict[str, PluginSource] = {}
+        self._broken: dict[str, str] = {}
+        for name, found in find_plugins(kinds.SOURCES).items():
+            self._makers[name] = partial(self._plugin_source, found)
         self._rounds: dict[Batch, BatchSteps] = {}  # what each batch plays
         self._captured: list[BatchSteps] = []
         # By a method's text, its rule and an action's tokens (0: a text); the last used comes last.
@@ -243,14 +243,25 @@ class Engine:
         if played not in self._captured:
             self._captured.append(played)
 
+    def _plugin_source(self, found: EntryPoint, method: Method) -> DraftSource:
+        """A package's source for one batch. It is made on the first call, and never again."""
+        if found.name not in self._plugins:
+            try:
+                with torch.inference_mode():
+                    self._plugins[found.name] = PluginSource(found, self.target)
+            except RequestError as error:
+                self._broken[found.name] = str(error)
+                raise
+        return self._plugins[found.name].for_a_batch()
+
     def plans(self, method: Method) -> tuple[Plan, ...]:
         """Those of a method's plans whose sources are there; plain decoding if none.
 
-        Raises `RequestError` when the method cannot do without a source that is missing.
+        Raises `RequestError` when the method cannot do without a source that is missing. Looks at
+        names alone: may run on any thread.
         """
-        for kind in method.required & self._untried.keys():  # a broken plugin is refused by name
-            self._makers[kind](method)
-            self._untried.pop(kind, None)
+        for kind in method.required & self._broken.keys():
+            raise RequestError("drafts", self._broken[kind])
         missing = method.required - self._makers.keys()
         if missing:
             names = ", ".join(sorted(missing))
@@ -263,7 +274,10 @@ class Engine:
         return tuple(plan for plan in method.plans if plan.kinds <= self._makers.keys()) or (PLAIN,)
 
     def check(self, row: Row) -> None:
-        """Raise `RequestError` for an answer that cannot be decoded as it is asked for."""
+        """Raise `RequestError` for an answer that cannot be decoded as it is asked for.
+
+        May run on any thread. What a package's source is good for shows when it is first used.
+        """
         self.plans(row.method)
         rule, numbers = row.method.rule, row.spec.numbers_in_row
         if rule.reads_numbers and not numbers:

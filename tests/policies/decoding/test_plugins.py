@@ -1,5 +1,6 @@
 """Rules and sources of an installed package are asked for by name, from server to report."""
 
+import importlib
 import json
 import operator
 import os
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,8 @@ from websockets.sync.client import connect
 
 from deft_client.commands.methods import read_method, tomllib, with_knobs
 from deft_client.errors import UsageError
-from deft_policies.base import Verdict
+from deft_client.types import ActOptions, Observation
+from deft_policies.base import ActRequest, Verdict
 from deft_policies.decoding.drafts import DraftSource
 from deft_policies.decoding.kinds import source_kinds
 from deft_policies.decoding.methods import find_method, method_names
@@ -30,6 +33,7 @@ from deft_policies.errors import PolicyError, RequestError
 from deft_policies.families.loading import examine, load_policy
 from deft_policies.families.options import ModelOptions
 from deft_policies.memory import SessionMemory
+from deft_server.app import create_app
 from tests.policies.decoding.scripts import (
     Decoding,
     Session,
@@ -40,6 +44,8 @@ from tests.policies.decoding.scripts import (
 )
 from tests.policies.decoding.trees import is_real_path, random_scored, steps_to
 from tests.repository import ROOT
+from tests.server.running import client_of
+from tests.standins.policies import MSGPACK, packed
 from tests.tiny_target import fast_target, random_prompts, tiny_decoder
 
 PLUGINS = ROOT / "docs" / "plugins"
@@ -294,9 +300,97 @@ def add_source(place: Path, answer: str, kind: str = "odd") -> Decoding:
     return Decoding(fast_target(tiny_decoder()), find_method("lossless:drafts=odd"))
 
 
-def test_a_source_with_another_name_is_refused_at_once(place: Path) -> None:
+def test_a_source_with_another_name_is_refused(place: Path) -> None:
+    drafted = add_source(place, "Chains(tokens, known)", kind="even")
     with pytest.raises(RequestError, match=r"plugin odd-robot .*whose kind is 'odd'"):
-        add_source(place, "Chains(tokens, known)", kind="even")
+        drafted.decode(random_prompts(tiny_decoder(), [2, 5], 0), Session.of(2))
+
+
+SLOW_SOURCE = """
+import threading
+import torch
+from deft_policies.decoding.drafts import MEMORY, Chains, DraftSource
+
+MADE = []
+BEGUN, GOES_ON = threading.Event(), threading.Event()
+
+class Source(DraftSource):
+    kind, needs, capturable = "slow", frozenset({MEMORY}), True
+
+    def __init__(self, target):
+        MADE.append((threading.current_thread().name, torch.is_inference_mode_enabled()))
+        BEGUN.set()
+        assert GOES_ON.wait(20), "nobody let it go on"
+        if FAILS:
+            raise RuntimeError("no weights today")
+
+    def allocate(self, batch):
+        self.guess = torch.zeros(batch.capacity, 1, 1, dtype=torch.int64)
+
+    def draft(self, batch, limits):
+        tokens = self.guess[batch.slots].expand(-1, -1, limits.depth)
+        return Chains(tokens, torch.ones_like(tokens, dtype=torch.bool))
+"""
+
+
+def add_slow_source(place: Path, fails: bool = False) -> Any:
+    """A source that is made only when it is let; returns its module."""
+    (place / "slow_source.py").write_text(SLOW_SOURCE.replace("FAILS", str(fails)))
+    register(place, "slow-robot", {"deft.draft_sources": {"slow": "slow_source:Source"}})
+    return importlib.import_module("slow_source")
+
+
+SLOW = ActOptions(decoding="lossless:drafts=slow+previous")
+PLAIN = ActOptions(decoding="autoregressive")
+
+
+def asked(number: int = 0, options: ActOptions = SLOW) -> ActRequest:
+    image = np.random.default_rng(number).integers(0, 256, (28, 28, 3), dtype=np.uint8)
+    return ActRequest(Observation(image, "lift it"), options=options)
+
+
+def test_a_source_is_made_once_by_whoever_decodes_and_not_by_a_check(place: Path) -> None:
+    slow, policy = add_slow_source(place), load_policy(ModelOptions(random_weights="small"))
+    slow.GOES_ON.set()
+    policy.check(asked().observation, SLOW)
+    assert slow.MADE == []
+    with ThreadPoolExecutor(1, "policy") as thread:
+
+        def actions(size: int, options: ActOptions) -> list[list[list[float]]]:
+            requests = [asked(number, options) for number in range(size)]
+            answers = thread.submit(policy.act, requests).result()
+            return [one.chunk.actions.tolist() for one in answers]
+
+        for size in (1, 3, 9):  # each in a larger batch than before
+            assert actions(size, SLOW) == actions(size, PLAIN)
+    assert slow.MADE == [("policy_0", True)]
+
+
+def test_a_source_that_cannot_be_made_is_tried_once_and_then_refused_by_a_check(
+    place: Path,
+) -> None:
+    slow = add_slow_source(place, fails=True)
+    policy = load_policy(ModelOptions(random_weights="small"))
+    slow.GOES_ON.set()
+    policy.check(asked().observation, SLOW)
+    message = r"plugin slow-robot \(slow_source:Source\): RuntimeError: no weights today"
+    with pytest.raises(RequestError, match=message):
+        policy.act([asked()])
+    with pytest.raises(RequestError, match=message):
+        policy.check(asked().observation, SLOW)
+    assert len(slow.MADE) == 1
+    policy.act([asked(options=PLAIN)])
+
+
+def test_a_server_answers_others_while_a_source_is_made(place: Path) -> None:
+    slow, policy = add_slow_source(place), load_policy(ModelOptions(random_weights="small"))
+    with client_of(create_app(policy)) as client, ThreadPoolExecutor(1) as caller:
+        body = packed(SLOW, asked().observation)
+        answer = caller.submit(client.post, "/v1/act", content=body, headers=MSGPACK)
+        assert slow.BEGUN.wait(20)
+        assert client.get("/healthz").status_code == 200
+        slow.GOES_ON.set()
+        assert answer.result().status_code == 200
 
 
 @pytest.mark.parametrize(

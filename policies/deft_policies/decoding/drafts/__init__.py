@@ -4,6 +4,7 @@ A source does not know which rule will judge its guesses.
 """
 
 from abc import ABC, abstractmethod
+from copy import copy
 from dataclasses import replace
 from importlib.metadata import EntryPoint
 
@@ -145,6 +146,12 @@ class PluginSource(DraftSource):
             self._source = made
             self.kind, self.needs = made.kind, frozenset(made.needs)
             self.capturable, self.least_steps = made.capturable, made.least_steps
+
+    def for_a_batch(self) -> "PluginSource":
+        """The same source with room for another batch's state: what it was made with is shared."""
+        other = copy(self)
+        other._source = copy(self._source)
+        return other
 
     def allocate(self, batch: Batch) -> None:
         """As the plugin does."""
