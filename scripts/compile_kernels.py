@@ -1,130 +1,212 @@
-"""Compile the fused kernels for a GPU that need not be there, at the sizes of OpenVLA-7B.
+"""Compile the fused kernels for GPUs that need not be there, as OpenVLA-7B starts them.
 
-`python -m scripts.compile_kernels` prints registers, spills and shared memory of each program,
-and fails where one spills much. Needs Triton (extra `dev`), no driver and no device.
+`python -m scripts.compile_kernels [80 90 ...]` prints registers, local memory and shared memory of
+each program, and fails where one takes more than the bounds below allow. Needs Triton (extra
+`dev`), no driver and no device.
+
+Programs, constants and what Triton finds out about arguments (multiples of 16, aligned pointers)
+are those of real passes: modules of the full width run once on a CPU, and what they would start
+is compiled instead.
 """
 
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from argparse import ArgumentParser
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
 from deft_client.measures.table import markdown_table
-from deft_policies.model.kernels import programs
-from deft_policies.model.kernels.launch import STAGES, TILES, WARPS_OF_ROWS
+from deft_policies.decoding.target import Prompts
+from deft_policies.decoding.tree import DraftTree
+from deft_policies.families.openvla import VlaTarget
+from deft_policies.model.graphs import CapturedStep, Reserve, Step, StepRunner, Tensors
+from deft_policies.model.kernels.launch import Arguments, Constants, FusedKernels, Grid
+from deft_policies.model.random_weights import openvla_7b
+from deft_policies.model.vla import OpenVLAModel
 
-CAPABILITY = 90
-_HEADS = {"NUM_HEADS": 32, "NUM_KV_HEADS": 32, "HEAD_DIM": 128}
-_TENSOR, _WIDE, _PRECISE, _INDEX = "*bf16", "*fp32", "*fp64", "*i64"
-_ALIGNED = ("num_in", "num_out")  # multiples of 16, as Triton finds when it starts a program
-_FEW_BYTES = 16  # spilled by a thread: no program is faster without
+# A100; RTX 30; RTX 40; H100, H200; B200; RTX 50.
+ARCHITECTURES = (80, 86, 89, 90, 100, 120)
+FIRST_WITH_FP8 = 89
+MOST_REGISTERS = 192  # of a thread
+MOST_LOCAL_BYTES = 16  # of a thread: what did not fit into registers
+MOST_SHARED_BYTES = 99 * 1024  # of a program: what the small GPUs have
+# By how their name begins, and the architecture: registers and local bytes. Only sm_80 and sm_90
+# have matrix instructions in float64; elsewhere the sums of attention are made one by one.
+EXCEPTIONS = {
+    ("attend_split 16 queries", 86): (255, 768),
+    ("attend_split 16 queries", 89): (255, 768),
+    ("attend_split 16 queries", 90): (208, 16),
+    ("attend_split 16 queries", 100): (255, 768),
+    ("attend_split 16 queries", 120): (255, 768),
+    ("attend_split 32 queries", 80): (255, 16),
+    ("attend_split 32 queries", 86): (255, 8192),
+    ("attend_split 32 queries", 89): (255, 8192),
+    ("attend_split 32 queries", 90): (255, 16),
+    ("attend_split 32 queries", 100): (255, 10240),
+    ("attend_split 32 queries", 120): (255, 8192),
+}
+_CPU, _FORMAT = torch.device("cpu"), torch.bfloat16
+_PROMPT = 288  # positions, patches and padding among them
+_COLUMNS = ("registers", "local bytes", "shared bytes", "2-byte loads")
+_NOT_NAMED = {"NUM_HEADS", "NUM_KV_HEADS", "HEAD_DIM", "num_warps", "num_stages"}
 
 
 @dataclass(frozen=True)
-class Variant:
-    """A program with the constants of one use of it."""
+class Started:
+    """A program with what it was started with."""
 
-    name: str
     program: Any
-    types: dict[str, str] = field(default_factory=dict)  # of arguments that are not bf16 tensors
-    constants: dict[str, int | bool] = field(default_factory=dict)
-    num_warps: int = 4
-    num_stages: int = STAGES
+    grid: Grid
+    arguments: Arguments
+    constants: Constants
 
-    def source(self) -> ASTSource:
-        """What the compiler reads; pointers are taken to be aligned, as PyTorch's are."""
-        names = [name for name in self.program.arg_names if name not in self.constants]
-        signature = {name: self.types.get(name, _TENSOR) for name in names}
-        signature |= dict.fromkeys(self.constants, "constexpr")
-        ordered = {name: signature[name] for name in self.program.arg_names}
-        aligned = {
-            (self.program.arg_names.index(name),): [["tt.divisibility", 16]]
-            for name in names
-            if ordered[name].startswith("*") or name in _ALIGNED
-        }
-        return ASTSource(self.program, ordered, self.constants, aligned)
+    @property
+    def name(self) -> str:
+        """Its own, with the constants that tell its uses apart."""
+        left = {name: value for name, value in self.constants.items() if name not in _NOT_NAMED}
+        name = self.program.fn.__name__
+        if name == "product":
+            flags = [one for one in ("HAS_BIAS", "HAS_RESIDUAL", "IS_WHOLE") if left[one]]
+            return f"product {left['ROWS']}x{left['COLUMNS']}x{left['INNER']} {' '.join(flags)}"
+        if name == "attend_split":
+            return f"attend_split {left['QUERIES']} queries {left['NUM_SPLITS']} splits"
+        return " ".join((name, *(f"{one}={value}" for one, value in left.items())))
 
 
-def variants() -> Iterator[Variant]:
-    """Every program, the attention by number of queries and of shares."""
-    row = {"width": "i32", "eps": "fp32"}
-    yield Variant("rms_norm", programs.rms_norm, row, {"BLOCK": 4096})
-    for width, scaled in ((1024, True), (1152, False)):
-        constants = {"HAS_SCALE": scaled, "BLOCK": triton.next_power_of_2(width)}
-        yield Variant(f"add_layer_norm {width}", programs.add_layer_norm, row, constants)
-    yield Variant("silu_times", programs.silu_times, row, {"BLOCK": 1024})
-    fp8 = {"out": "*fp8e4nv", "scales": _WIDE, "width": "i32"}
-    yield Variant("quantise_rows", programs.quantise_rows, fp8, {"BLOCK": 4096})
-    norm = {**fp8, "eps": "fp32"}
-    yield Variant("rms_norm_fp8", programs.rms_norm_fp8, norm, {"HAS_BRANCH": True, "BLOCK": 4096})
-    widest = {"BLOCK": 16384}
-    yield Variant("silu_times_fp8", programs.silu_times_fp8, fp8, widest, WARPS_OF_ROWS)
-    slots = {"slots": _INDEX, "rotation_stride": "i32"}
-    yield Variant("rotate_append", programs.rotate_append, slots, {**_HEADS, "BLOCK": 128})
-    scalars = dict.fromkeys(("num_nodes", "row_length", "mask_stride"), "i32")
-    sums = {"partial": _PRECISE, "totals": _PRECISE}
-    types = {**sums, "mask": _WIDE, "ends": _INDEX, "scale": "fp32", **scalars}
-    for queries in (16, 32):
-        cut = {"QUERIES": queries, "SCORES": 64, "SLOTS": 32}
-        constants = {**_HEADS, "NUM_SPLITS": 8, **cut, "BLOCK": 128}
-        yield Variant(f"attend_split {queries}", programs.attend_split, types, constants)
-    constants = {"HEAD_DIM": 128, "NUM_SPLITS": 8, "BLOCK": 128}
-    yield Variant("join_splits", programs.join_splits, {**sums, "num_entries": "i32"}, constants)
-    sizes = dict.fromkeys(("num_rows", "num_in", "num_out"), "i32")
-    flags = {"HAS_BIAS": False, "HAS_RESIDUAL": True, "IS_WHOLE": True}
-    for tiles in TILES:
-        constants = {
-            **flags, "ROWS": tiles.rows, "COLUMNS": tiles.columns, "INNER": tiles.inner
-        }  # fmt: skip
-        name = f"product {tiles.rows}"
-        yield Variant(name, programs.product, sizes, constants, tiles.num_warps, tiles.num_stages)
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler and the assembler say of a program."""
+
+    registers: int
+    local_bytes: int
+    shared_bytes: int
+    narrow_loads: int  # of two bytes: where several numbers could not be loaded at once
+
+    def excess(self, name: str, architecture: int) -> str:
+        """In words, what is more than allowed; empty if nothing is."""
+        begins = [one for one in EXCEPTIONS if name.startswith(one[0]) and one[1] == architecture]
+        most = EXCEPTIONS[begins[0]] if begins else (MOST_REGISTERS, MOST_LOCAL_BYTES)
+        found = (
+            ("registers", self.registers, most[0]),
+            ("local bytes", self.local_bytes, most[1]),
+            ("shared bytes", self.shared_bytes, MOST_SHARED_BYTES),
+        )
+        over = [f"{value} {what}, at most {limit}" for what, value, limit in found if value > limit]
+        return "; ".join(over)
 
 
-def compile_variant(variant: Variant) -> tuple[int, int, int]:
-    """Compile down to machine code and read what the assembler says of it.
+class _Target:
+    """Stands where Triton looks for a device."""
 
-    Registers and bytes spilled (stores and loads) of a thread, and bytes of shared memory.
-    """
-    target, options = (
-        GPUTarget("cuda", CAPABILITY, 32),
-        {"num_stages": variant.num_stages, "num_warps": variant.num_warps},
-    )
-    built = triton.compile(variant.source(), target=target, options=options)
-    report = _assemble(built.asm["ptx"])
-    registers = re.search(r"Used (\d+) registers", report)
-    if registers is None:
-        raise RuntimeError(f"ptxas said nothing of registers: {report!r}")
-    spills = re.findall(r"(\d+) bytes spill", report)
-    return int(registers[1]), sum(map(int, spills)), built.metadata.shared
+    def __init__(self, architecture: int) -> None:
+        self._architecture = architecture
+
+    def get_current_device(self) -> int:
+        """Programs are kept by device, so each architecture is one."""
+        return self._architecture
+
+    def get_current_stream(self, device: int) -> int:
+        """Nothing is launched."""
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        """With warps of 32."""
+        return GPUTarget("cuda", self._architecture, 32)
 
 
-def _assemble(ptx: str) -> str:
-    ptxas = triton.knobs.nvidia.ptxas.path
+@torch.inference_mode()
+def started_programs(has_fp8: bool) -> list[Started]:
+    """Everything that a frame starts, the layers of one kind once. Nothing is computed."""
+    found: list[Started] = []
+
+    def note(program: Any, grid: Grid, arguments: Arguments, constants: Constants) -> None:
+        found.append(Started(program, grid, arguments, constants))
+
+    kernels, config = FusedKernels(note), openvla_7b()
+    few = replace(config.llm, num_layers=1), tuple(replace(one, depth=2) for one in config.towers)
+    model = OpenVLAModel.empty(replace(config, llm=few[0], towers=few[1]), _CPU, _FORMAT)
+    model.requires_grad_(False).fuse(kernels)
+    target = VlaTarget(model, runner=StepRunner(_never, Reserve()))
+    size = config.image.size
+    model.see(torch.zeros(1, 3 * len(config.towers), size, size, dtype=_FORMAT))
+    cache, width = target.new_cache(), config.llm.width
+    cache.reserve(8, _PROMPT + 64)
+    root = torch.zeros(1, dtype=torch.int64)
+    prompts = Prompts(torch.zeros(1, _PROMPT, width, dtype=_FORMAT), root + _PROMPT, root, slice(0))
+    for keeps_hidden in (True, False):
+        kept = replace(prompts, keep_hidden=keeps_hidden)
+        target.prefill(cache, 0, kept, DraftTree.root_only(root).padded(8))
+    for num_rows, num_nodes in ((1, 1), (1, 8), (1, 16), (1, 64), (8, 1), (8, 8)):
+        target.score(cache, DraftTree.root_only(root.repeat(num_rows)).padded(num_nodes))
+    if has_fp8:
+        rows = torch.zeros(1, width, dtype=_FORMAT)
+        kernels.quantise_rows(rows)
+        for branch in (None, rows):
+            kernels.rms_norm_fp8(rows, branch, rows[0], config.llm.norm_eps)
+        kernels.silu_times_fp8(torch.zeros(1, 2 * config.llm.mlp_width, dtype=_FORMAT))
+    return found
+
+
+def _never(step: Step, inputs: Tensors) -> CapturedStep:
+    raise AssertionError("nothing is captured here")
+
+
+def compile_for(architecture: int, programs: Sequence[Started]) -> Iterator[tuple[str, Compiled]]:
+    """Each program once, with its name."""
+    triton.runtime.driver.set_active(_Target(architecture))
+    seen: set[str] = set()
+    for one in programs:
+        built = one.program.warmup(*one.arguments, grid=one.grid, **one.constants)
+        if built.hash not in seen:
+            seen.add(built.hash)
+            ptx = built.asm["ptx"]
+            narrow_loads = len(re.findall(r"ld\.global[\w.:]*\.b16 ", ptx))
+            found = (*_assemble(architecture, ptx), built.metadata.shared, narrow_loads)
+            yield one.name, Compiled(*found)
+
+
+def _assemble(architecture: int, ptx: str) -> tuple[int, int]:
+    """Registers and bytes of local memory of a thread."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "program.ptx"
         source.write_text(ptx)
-        command = [ptxas, "-v", f"--gpu-name=sm_{CAPABILITY}a", str(source)]
+        name = sm_arch_from_capability(architecture)
+        command = [get_ptxas(architecture).path, "-v", f"--gpu-name={name}", str(source)]
         command += ["-o", str(Path(folder) / "program.cubin")]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stderr
+        report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    registers = re.search(r"Used (\d+) registers", report)
+    local_bytes = re.search(r"(\d+) bytes stack frame", report)
+    if registers is None or local_bytes is None:
+        raise RuntimeError(f"ptxas said nothing of registers or the stack: {report!r}")
+    return int(registers[1]), int(local_bytes[1])
 
 
-def main() -> int:
-    """Print one line per program; 1 where one spills more than a few bytes."""
-    print(f"sm_{CAPABILITY}, Triton {triton.__version__}")
-    found = {variant.name: compile_variant(variant) for variant in variants()}
-    rows = [[name, *map(str, one)] for name, one in found.items()]
-    columns = ["program", "registers", "spill bytes", "shared bytes"]
-    print(markdown_table(columns, rows, aligned=True))
-    return int(any(spill_bytes > _FEW_BYTES for _, spill_bytes, _ in found.values()))
+def main(arguments: list[str]) -> int:
+    """Print a table for each architecture; 1 where a program takes more than it may."""
+    parser = ArgumentParser(prog="python -m scripts.compile_kernels", description=__doc__)
+    parser.add_argument("architecture", type=int, nargs="*", default=ARCHITECTURES)
+    complaints = []
+    print(f"Triton {triton.__version__}")
+    for architecture in parser.parse_args(arguments).architecture:
+        rows, programs = [], started_programs(architecture >= FIRST_WITH_FP8)
+        for name, found in compile_for(architecture, programs):
+            rows.append([name, *map(str, astuple(found))])
+            if excess := found.excess(name, architecture):
+                complaints.append(f"sm_{architecture}, {name}: {excess}")
+        columns = [f"sm_{architecture}", *_COLUMNS]
+        print(f"\n{markdown_table(columns, rows, aligned=True)}", end="")
+    print("\n".join(complaints))
+    return int(bool(complaints))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

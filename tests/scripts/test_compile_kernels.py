@@ -1,0 +1,47 @@
+"""The fused kernels are compiled as passes start them, for GPUs that are not there."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="kernels are compiled by Triton")
+
+from scripts.compile_kernels import ARCHITECTURES, EXCEPTIONS, Compiled
+from tests.repository import ROOT
+
+
+def test_what_takes_more_than_its_bound_is_named_with_the_bound() -> None:
+    small = Compiled(64, 0, 73728, 0)
+    assert small.excess("product 16x32x256", 90) == ""
+    excess = Compiled(200, 24, 110_000, 0).excess("product 16x32x256", 90)
+    assert excess == (
+        "200 registers, at most 192; 24 local bytes, at most 16; 110000 shared bytes, "
+        "at most 101376"
+    )
+
+
+def test_an_exception_is_for_its_program_and_architecture_alone() -> None:
+    assert {architecture for _, architecture in EXCEPTIONS} <= set(ARCHITECTURES)
+    attention = Compiled(255, 8, 69632, 0)
+    assert attention.excess("attend_split 32 queries 4 splits", 90) == ""
+    assert attention.excess("attend_split 16 queries 4 splits", 90)
+    assert attention.excess("product 64x32x128", 90)
+
+
+@pytest.mark.long(seconds=10)
+def test_all_programs_of_a_frame_compile_within_their_bounds(tmp_path: Path) -> None:
+    """In a process of its own: under the interpreter, as in tests, nothing is compiled."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "scripts.compile_kernels", "90"]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    lines = re.findall(r"^\| (\w+).*?\| +(\d+) \|$", run.stdout, re.M)
+    assert {"rms_norm", "add_layer_norm", "silu_times", "rotate_append", "attend_split"} <= {
+        name for name, _ in lines
+    }
+    # With a width that is known to be a multiple of 16, whole rows are loaded 16 bytes at a time.
+    assert [narrow for name, narrow in lines if name == "rms_norm"] == ["0"]
