@@ -1,30 +1,29 @@
 """In bfloat16 on a GPU, too, a token has the same bits alone as among others."""
 
 import pytest
-import torch
 
 from deft_policies.decoding.target import Target
 from deft_policies.model.kernels.launch import FusedKernels
 from deft_policies.model.sizes import LlamaSizes
-from tests.policies.model.test_batch_invariant import (
+from scripts.bit_equality import (
     CHAIN,
-    SIZES,
+    SHARED_KEYS,
+    SMALL,
     TREES,
-    WITH_SHARED_KEYS,
-    check_batch,
-    check_chains,
-    check_prefill,
-    check_tree,
+    WIDE,
+    batch_case,
+    chain_cases,
+    find_frame_differences,
     make_target,
+    rider_case,
+    tree_case,
 )
+from tests.policies.model.test_batch_invariant import WIDTHS, differing, passes_of
 from tests.tiny_openvla import tiny_model
 
 pytestmark = pytest.mark.gpu
-
-# One layer as wide as those of OpenVLA-7B.
-WIDE = LlamaSizes(448, 4096, 11008, 1, 32, 32, 128, max_positions=512)
 ALL_SIZES = pytest.mark.parametrize(
-    "sizes", [SIZES, WITH_SHARED_KEYS, WIDE], ids=["own keys", "shared keys", "wide"]
+    "sizes", [SMALL, SHARED_KEYS, WIDE], ids=["own keys", "shared keys", "wide"]
 )
 
 
@@ -40,36 +39,35 @@ def test_this_machine_computes_rows_alike(sizes: LlamaSizes) -> None:
 @ALL_SIZES
 @pytest.mark.parametrize("length", [61, 84])
 def test_a_token_among_a_chain(length: int, sizes: LlamaSizes) -> None:
-    check_chains(on_gpu(sizes), length)
+    target = on_gpu(sizes)
+    assert not differing(passes_of(target), chain_cases(target, length, WIDTHS))
 
 
 @ALL_SIZES
 @pytest.mark.parametrize("kind", TREES)
 def test_a_token_among_a_tree(sizes: LlamaSizes, kind: str) -> None:
-    check_tree(on_gpu(sizes), TREES[kind])
+    target = on_gpu(sizes)
+    assert not differing(passes_of(target), [tree_case(target, kind, 84)])
 
 
 @ALL_SIZES
 @pytest.mark.parametrize("kind", ["chain", *TREES])
 def test_a_token_that_rides_in_the_prefill(kind: str, sizes: LlamaSizes) -> None:
-    target = on_gpu(sizes)
-    for length in (59, 127, 300):
-        check_prefill(target, TREES.get(kind, CHAIN), length, keeps_hidden=True)
+    target, parents = on_gpu(sizes), TREES.get(kind, CHAIN)
+    cases = [rider_case(target, parents, length) for length in (59, 127, 300)]
+    assert not differing(passes_of(target), cases)
 
 
 @ALL_SIZES
 @pytest.mark.parametrize("lengths", [[84] * 8, [59, 84, 130]])
 def test_a_row_among_a_batch(lengths: list[int], sizes: LlamaSizes) -> None:
-    check_batch(on_gpu(sizes), lengths, TREES["woven"])
+    target = on_gpu(sizes)
+    case = batch_case(target, lengths, TREES["woven"])
+    assert not differing(passes_of(target, len(lengths)), [case])
 
 
 @pytest.mark.parametrize("count", [2, 8])
 def test_a_frame_is_seen_alone_as_among_others(count: int) -> None:
     model = tiny_model().bfloat16().cuda()
     model.fuse(FusedKernels())
-    size = model.config.image.size
-    shape = (count, 3 * len(model.towers), size, size)
-    pixels = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16().cuda()
-    among = model.see(pixels)
-    for row in range(count):
-        assert torch.equal(model.see(pixels[row : row + 1])[0], among[row])
+    assert not find_frame_differences(model, count)
