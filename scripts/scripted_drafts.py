@@ -6,17 +6,19 @@ What a real source would cost is still paid: a draft head runs before its tree i
 Verified with exact match, so answers stay the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from deft_client.types import ActOptions
-from deft_policies.base import ActAnswer, ActRequest
+from deft_policies.base import ActRequest
 from deft_policies.benchmark.replay import ReplayFrame
 from deft_policies.decoding import kinds
-from deft_policies.decoding.batch import Batch
+from deft_policies.decoding.batch import Batch, Row
+from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.drafts import FRAME, Chains, DraftLimits, DraftSource, remaining_tokens
 from deft_policies.decoding.drafts.heads import EagleDrafts
 from deft_policies.decoding.engine import DraftModels
@@ -27,23 +29,24 @@ from deft_policies.decoding.steps import Maker
 from deft_policies.decoding.target import Prompts, Target
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.families.options import ModelOptions
-from deft_policies.families.policy import VlaPolicy
+from deft_policies.families.policy import VlaPolicy, _Frame
 from deft_policies.model.draft_heads import EagleHead, head_sizes
 from deft_policies.model.sizes import TokenRange
-from deft_policies.model.staging import to_device
 from deft_policies.model.vla import VlaNetwork
 from scripts.reproduce.published import fit_acceptance
 
 _ACTION_LENGTH = 7
 _HEAD_LEVELS = 5
 _NUM_DRAWS = 4096
-_MOST_ROWS = 16
 _BINS_OFF = 64  # a wrong guess is this far away, too far for any rule
 
 
 @dataclass(frozen=True)
 class Script:
-    """How often drafts are right: every token of chains in the prefill, or token by token."""
+    """How often drafts are right: every token of chains in the prefill, or token by token.
+
+    Without chains and without chances nothing is drafted.
+    """
 
     name: str
     right: float | tuple[float, ...] = 1.0  # of each token of each chain
@@ -77,7 +80,7 @@ class Script:
     def method(self) -> Method:
         """Exact match by the one plan of this script."""
         riders = (kinds.RETRIEVAL,) if self.num_chains else ()
-        behind = (kinds.RETRIEVAL,) if self.goes_on else ()
+        behind = riders if self.goes_on else ()
         rounds = (kinds.HEAD,) if self.chances else behind
         shape = TreeShape(_HEAD_LEVELS, 8, 49, is_full_depth=self.loop is Loop.PUBLISHED)
         if self.chain is not None:
@@ -95,41 +98,61 @@ class Script:
 class Dice:
     """Coins that are thrown beforehand and used in turn."""
 
-    def __init__(self, chances: Tensor, device: torch.device) -> None:
+    def __init__(self, chances: Tensor) -> None:
         """True with these probabilities, in their shape."""
         generator = torch.Generator().manual_seed(0)
         drawn = torch.rand((_NUM_DRAWS, *chances.shape), generator=generator)
-        self._values = (drawn < chances).to(device)  # [draw, ...]
+        self._values = drawn < chances  # [draw, ...]
         self._next = 0
 
-    def roll(self, num_rows: int) -> Tensor:
-        """One draw per row."""
-        start = self._next % (_NUM_DRAWS - num_rows)
-        self._next = start + num_rows
-        return self._values[start : start + num_rows]
+    def roll(self) -> Tensor:
+        """One draw."""
+        self._next = (self._next + 1) % _NUM_DRAWS
+        return self._values[self._next - 1]
 
 
-class Answers:
-    """What a script's drafts know of the batch that is answered next.
+@dataclass(frozen=True)
+class _Known:
+    """What drafts know of one answer, on the host."""
 
-    In tensors that stay where they are, because rounds that are recorded read them. Rows beyond
-    the batch are like its first.
+    tokens: Tensor  # [place]
+    in_chains: Tensor  # [chain, place], whether a token of a chain is right
+    on_path: Tensor  # [place], whether one on the head's path is, if all before it are
+
+
+class ScriptedAnswers:
+    """What scripted drafts know of the rows that are on their way.
+
+    All scripts have equally many chains: as many columns of a pass are theirs whoever drafts.
     """
 
-    def __init__(self, script: Script, device: torch.device, num_tokens: int) -> None:
-        self.script = script
-        self._coins = Dice(torch.tensor([0.0, *script.chances]), device)
-        with torch.inference_mode(False):
-            self.tokens = torch.zeros(_MOST_ROWS, num_tokens, dtype=torch.int64, device=device)
-            # Where the head's path is right if it is so before, [row, position].
-            self.is_right = torch.zeros_like(self.tokens)
+    def __init__(self, scripts: Sequence[Script], num_tokens: int) -> None:
+        """Of answers with so many tokens at most."""
+        if len(counts := {one.num_chains for one in scripts if one.num_chains}) > 1:
+            raise ValueError(
+                f"scripts that share drafts have {sorted(counts)} chains, expected one"
+            )
+        self.shape = (max(counts, default=1), num_tokens)  # of chains
+        self._dice = {
+            one.name: (
+                Dice(torch.tensor(one.right).expand(self.shape)),
+                Dice(torch.tensor([0.0, *one.chances] + [0.0] * num_tokens)[:num_tokens]),
+            )
+            for one in scripts
+        }
+        self._rows = WeakKeyDictionary[Row, _Known]()
+        nothing = torch.zeros(num_tokens, dtype=torch.int64)
+        self._blank = _Known(nothing, nothing.expand(self.shape) > 0, nothing > 0)
 
-    def take(self, tokens: Sequence[tuple[int, ...]]) -> None:
-        """Learn the next batch, and throw the coins for it."""
-        more = _MOST_ROWS - len(tokens)
-        self.tokens.copy_(to_device([*tokens, *[tokens[0]] * more], self.tokens.device))
-        if self.script.chances:
-            self.is_right[: len(tokens)] = self._coins.roll(len(tokens))
+    def add(self, row: Row, script: Script, tokens: tuple[int, ...]) -> None:
+        """Say what is right for a row, and throw its coins."""
+        chains, path = self._dice[script.name]
+        padded = torch.tensor([*tokens, *[0] * self.shape[1]])[: self.shape[1]]
+        self._rows[row] = _Known(padded, chains.roll(), path.roll())
+
+    def of(self, rows: Sequence[Row | None]) -> list[_Known]:
+        """Of each row; of one that nothing was said of, as when rounds are captured, zeros."""
+        return [self._rows.get(row, self._blank) if row else self._blank for row in rows]
 
 
 class ScriptedChains(DraftSource):
@@ -139,23 +162,23 @@ class ScriptedChains(DraftSource):
     needs = frozenset({FRAME})
     capturable = True
 
-    def __init__(self, answers: Answers, coins: Dice, action_tokens: TokenRange) -> None:
-        """`coins` are of [chain, position]."""
-        self._answers, self._coins, self._action_tokens = answers, coins, action_tokens
-        self._tokens = torch.zeros(0)  # [row, chain, position]
+    def __init__(self, answers: ScriptedAnswers, action_tokens: TokenRange) -> None:
+        self._answers, self._action_tokens = answers, action_tokens
+        self._tokens = torch.zeros(0)  # [row, chain, place]
 
     def allocate(self, batch: Batch) -> None:
         """Room for the chains of every row."""
-        shape = self._coins.roll(batch.capacity).shape
+        shape = batch.capacity, *self._answers.shape
         with torch.inference_mode(False):
             self._tokens = torch.zeros(shape, dtype=torch.int64, device=batch.device)
 
     def begin(self, batch: Batch, prompts: Prompts, hidden: Tensor | None) -> None:
         """Repeat the answers, with errors."""
-        here = slice(batch.first, batch.first + batch.num_rows)
-        answer = self._answers.tokens[here, None]
-        is_right = self._coins.roll(len(answer))
-        self._tokens[here] = torch.where(is_right, answer, spoil(answer, self._action_tokens))
+        known = self._answers.of(batch.rows)
+        right = torch.stack([one.tokens for one in known])[:, None]
+        is_right = torch.stack([one.in_chains for one in known])
+        drafted = torch.where(is_right, right, spoil(right, self._action_tokens))
+        self._tokens[batch.slots].copy_(drafted)
 
     def draft(self, batch: Batch, limits: DraftLimits) -> Chains:
         """The rest of what was said when the rows began."""
@@ -169,16 +192,33 @@ class ScriptedHead(EagleDrafts):
     A token of the path is right by its own chance, and wrong behind one that is wrong.
     """
 
-    def __init__(self, head: EagleHead, target: Target, method: Method, answers: Answers) -> None:
+    def __init__(
+        self, head: EagleHead, target: Target, method: Method, answers: ScriptedAnswers
+    ) -> None:
         super().__init__(head, target, method)
         self._answers = answers
+        self._tokens = self._is_right = torch.zeros(0)  # [row, place]
+
+    def allocate(self, batch: Batch) -> None:
+        """Room for the path of every row, too."""
+        super().allocate(batch)
+        shape = 2, batch.capacity, self._answers.shape[1]
+        with torch.inference_mode(False):
+            blank = torch.zeros(shape, dtype=torch.int64, device=batch.device)
+        self._tokens, self._is_right = blank
+
+    def begin(self, batch: Batch, prompts: Prompts, hidden: Tensor | None) -> None:
+        """Learn what is right, too."""
+        super().begin(batch, prompts, hidden)
+        known = self._answers.of(batch.rows)
+        self._tokens[batch.slots].copy_(torch.stack([one.tokens for one in known]))
+        self._is_right[batch.slots].copy_(torch.stack([one.on_path for one in known]))
 
     def draft(self, batch: Batch, limits: DraftLimits) -> DraftTree:
         """Grow the head's tree and put the scripted path in the place of its last nodes."""
         tree = super().draft(batch, limits)
         depth = min(limits.shape.levels, limits.depth, tree.num_nodes - 1)
-        num_rows = len(limits.roots)
-        answer, is_right = self._answers.tokens[:num_rows], self._answers.is_right[:num_rows]
+        answer, is_right = self._tokens[batch.slots], self._is_right[batch.slots]
         steps = torch.arange(depth, device=answer.device)
         places = (batch.count[:, None] + steps).clamp(max=answer.shape[1] - 1)
         answer, is_right = answer.gather(1, places), is_right.gather(1, places).cummin(dim=1).values
@@ -192,54 +232,60 @@ class ScriptedHead(EagleDrafts):
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptedModels(DraftModels):
-    """The draft sources of a script, in the place of those that were loaded."""
+    """Scripted draft sources, in the place of those that were loaded."""
 
-    answers: Answers
+    answers: ScriptedAnswers
 
     def makers(self, target: Target) -> dict[str, Maker]:
         """Chains in the place of retrieval, and a head where there is one."""
-        answers, script, head = self.answers, self.answers.script, self.head
-
-        def chains(method: Method) -> DraftSource:
-            shape = max(1, script.num_chains), answers.tokens.shape[1]
-            chances = torch.tensor(script.right).expand(shape)
-            coins = Dice(chances, answers.tokens.device)
-            return ScriptedChains(answers, coins, target.action_tokens)
-
-        makers: dict[str, Maker] = {kinds.RETRIEVAL: chains}
+        answers, head = self.answers, self.head
+        makers: dict[str, Maker] = {
+            kinds.RETRIEVAL: lambda method: ScriptedChains(answers, target.action_tokens)
+        }
         if head is not None:
             makers[kinds.HEAD] = lambda method: ScriptedHead(head, target, method, answers)
         return super().makers(target) | makers
 
 
 class ScriptedPolicy(VlaPolicy):
-    """A policy whose drafts know the answer to every frame before it comes."""
+    """A policy whose drafts know the answer to every frame before it comes.
+
+    Scripts are methods by their names. They share one engine, so that passes are captured once.
+    """
 
     def __init__(
-        self, policy: VlaPolicy, script: Script, answers: dict[int, tuple[int, ...]]
+        self,
+        policy: VlaPolicy,
+        scripts: Sequence[Script],
+        answers: Mapping[int, tuple[int, ...]],
     ) -> None:
-        """`answers` are by the identity of the observation."""
+        """The first script is the default; `answers` are by the identity of the observation."""
         model = policy.token_model
-        self._answers = answers
-        num_tokens = max(len(tokens) for tokens in answers.values())
-        self._next = Answers(script, model.device, num_tokens)
-        models = ScriptedModels(
-            head=random_head(model.network) if script.chances else None,
-            answers=self._next,
-        )
+        self._scripts, self._answers = {one.name: one for one in scripts}, answers
+        num_tokens = max(form.max_tokens for form in model.forms.values())
+        self._known = ScriptedAnswers(scripts, num_tokens)
+        has_head = any(one.chances for one in scripts)
+        head = random_head(model.network) if has_head else None
+        models = ScriptedModels(head=head, answers=self._known)
         key = policy.info.default_statistics_key
-        super().__init__(model, ModelOptions(statistics_key=key), models, script.method)
+        super().__init__(model, ModelOptions(statistics_key=key), models, scripts[0].method)
 
     def warm_up(self, methods: Sequence[str] | None = None) -> None:
-        """Capture what this script's own drafts need beside the policy's."""
+        """Capture what these scripts, or all, need beside the policy's own frames."""
         with self.model.runner.warming_up(), torch.inference_mode():
-            self.capture(methods or ())
+            self.capture(list(self._scripts) if methods is None else methods)
 
-    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
-        """Tell the drafts what is right, then answer."""
-        answers = [self._answers[id(request.observation)] for request in batch]
-        self._next.take(answers)
-        return super().act(batch)
+    def method_for(self, options: ActOptions) -> Method:
+        """That of a script, by its name."""
+        script = self._scripts.get(options.decoding or self.method.name)
+        return super().method_for(options) if script is None else script.method
+
+    def _frame(self, request: ActRequest, clock: StageClock) -> _Frame:
+        """Tell the drafts what is right."""
+        frame = super()._frame(request, clock)
+        if frame.row is not None and (script := self._scripts.get(frame.row.method.name)):
+            self._known.add(frame.row, script, self._answers[id(request.observation)])
+        return frame
 
 
 def find_answers(policy: VlaPolicy, frames: Sequence[ReplayFrame]) -> dict[int, tuple[int, ...]]:

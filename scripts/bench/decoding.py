@@ -62,14 +62,14 @@ def scripted(
     policy: VlaPolicy, frames: Sequence[ReplayFrame], shares: Sequence[float]
 ) -> list[Contender]:
     """Drafts that are right to order, never guarded, acting at once; answers stay the same."""
-    answers = find_answers(policy, frames)
-    contenders = []
-    for share in shares:
-        right = f"drafts {100 * share:.0f}% right"
+    scripts = [
+        script
+        for share in shares
+        for right in [f"drafts {100 * share:.0f}% right"]
         for script in (
             Script(f"prefill {right}", share, num_chains=1),
             Script.of_head(f"head {right}", share),
-        ):
-            ours = ScriptedPolicy(policy, script, answers)
-            contenders.append(Contender(script.name, ours, want_reasoning=False))
-    return contenders
+        )
+    ]
+    ours = ScriptedPolicy(policy, scripts, find_answers(policy, frames))
+    return [Contender(one.name, ours, one.name, want_reasoning=False) for one in scripts]

@@ -123,7 +123,7 @@ def _contenders(
     answers = find_answers(policy, frames)
 
     def scripted(script: Script, size: int = 1) -> Contender:
-        drafting = ScriptedPolicy(policy, script, answers)
+        drafting = ScriptedPolicy(policy, [script], answers)
         drafting.warm_up()
         return Contender(_name(script.name, size), drafting, batch_size=size)
 

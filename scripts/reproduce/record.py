@@ -201,7 +201,7 @@ class Replays:
             if row.is_scripted:
                 self._known.update(find_answers(policy, [ReplayFrame(first, "")]))
                 script = _script(row)
-                scripted = ScriptedPolicy(policy, script, self._known)
+                scripted = ScriptedPolicy(policy, [script], self._known)
                 scripted.warm_up()
                 contender = Contender(row.slug, scripted, want_reasoning=thinks)
             if row.loop:

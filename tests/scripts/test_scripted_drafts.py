@@ -11,7 +11,7 @@ import torch
 from deft_client.image_chain import ImageChain
 from deft_client.measures.speculation import Speculation
 from deft_client.measures.statistics import percentiles
-from deft_client.types import DecodeTrace, Observation
+from deft_client.types import ActOptions, DecodeTrace, Observation
 from deft_policies.base import ActRequest
 from deft_policies.benchmark.replay import Contender, ReplayFrame, replay
 from deft_policies.benchmark.summary import Decoding, Speed
@@ -28,7 +28,7 @@ from scripts.bench.gpu import verdicts
 from scripts.reproduce.published import RELAXED_GOAL
 from scripts.scripted_drafts import Dice, Script, ScriptedPolicy, find_answers, spoil
 from tests import golden
-from tests.tiny_openvla import CPU, tiny_model
+from tests.tiny_openvla import tiny_model
 
 
 def make_policy(num_tokens: int = 7) -> VlaPolicy:
@@ -56,7 +56,7 @@ def make_frames(count: int) -> list[ReplayFrame]:
 def run_script(script: Script, count: int) -> list[DecodeTrace]:
     policy, frames = make_policy(), make_frames(count)
     answers = find_answers(policy, frames)
-    scripted = ScriptedPolicy(policy, script, answers)
+    scripted = ScriptedPolicy(policy, [script], answers)
     runs = replay([Contender(script.name, scripted)], frames, 0)
     traces = [one.chunk.trace for one in runs[0].answers if one.chunk.trace is not None]
     for frame, trace in zip(frames, traces, strict=True):
@@ -106,6 +106,36 @@ def test_the_head_really_runs_and_its_passes_accept_what_the_paper_says() -> Non
     assert np.mean(lengths) + 1 == pytest.approx(expected, abs=0.15)
 
 
+def test_scripts_that_share_an_engine_answer_mixed_batches_as_they_do_alone() -> None:
+    policy, frames = make_policy(), make_frames(6)
+    answers = find_answers(policy, frames)
+    scripts = [
+        Script("plain"),
+        Script("all right", 1.0, num_chains=1),
+        Script("all wrong", 0.0, num_chains=1),
+        Script("only the prefill's are right", (1.0, 1.0, *[0.0] * 5), 1, goes_on=False),
+        Script.of_head("a head that is right", 1.0),
+    ]
+    shared = ScriptedPolicy(policy, scripts, answers)
+    expected = {"plain": 7, "all right": 1, "all wrong": 7, "a head that is right": 2}
+    for first in range(len(scripts)):
+        batch = [
+            ActRequest(frame.observation, options=ActOptions(decoding=scripts[number % 5].name))
+            for number, frame in enumerate(frames, first)
+        ]
+        for request, answer in zip(batch, shared.act(batch), strict=True):
+            trace = answer.chunk.trace
+            assert trace is not None
+            assert trace.tokens == answers[id(request.observation)]
+            assert trace.num_passes == expected.get(trace.method, 5)
+
+
+def test_scripts_that_share_an_engine_have_equally_many_chains() -> None:
+    scripts = [Script("one", num_chains=1), Script("three", num_chains=3)]
+    with pytest.raises(ValueError, match=r"\[1, 3\] chains"):
+        ScriptedPolicy(make_policy(), scripts, {})
+
+
 def test_spoilt_tokens_stay_in_range_and_far_away() -> None:
     actions = TokenRange(100, 355)
     tokens = torch.arange(100, 356)
@@ -115,7 +145,8 @@ def test_spoilt_tokens_stay_in_range_and_far_away() -> None:
 
 
 def test_dice_follow_their_odds() -> None:
-    coins = Dice(torch.tensor([[0.25], [0.0], [1.0]]), CPU).roll(2000).float()
+    dice = Dice(torch.tensor([[0.25], [0.0], [1.0]]))
+    coins = torch.stack([dice.roll() for _ in range(2000)]).float()
     assert coins.mean(dim=(0, 2)).tolist() == pytest.approx([0.25, 0.0, 1.0], abs=0.03)
 
 
@@ -163,7 +194,7 @@ def test_drafts_reach_to_the_end_of_an_answer_of_any_length() -> None:
     policy, frames = make_policy(20), make_frames(1)
     answers = find_answers(policy, frames)
     script = Script("all right", 1.0, num_chains=1)
-    answer = ScriptedPolicy(policy, script, answers).act([ActRequest(frames[0].observation)])[0]
+    answer = ScriptedPolicy(policy, [script], answers).act([ActRequest(frames[0].observation)])[0]
     assert answer.chunk.trace is not None
     assert answer.chunk.trace.tokens == answers[id(frames[0].observation)]
     assert answer.chunk.trace.num_passes == 1
