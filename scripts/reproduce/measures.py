@@ -28,7 +28,7 @@ from deft_client.measures.speed import SpeedUp
 from deft_client.measures.statistics import LEAST_EPISODES, bootstrap_interval
 from deft_client.measures.table import NOTHING, share_text
 from deft_policies.decoding.methods import find_method
-from scripts.predict_gpu import HeadWork, action_ms
+from scripts.reproduce.full_size import HeadWork, action_ms
 from scripts.reproduce.study import ReproductionError, Row
 
 MARGIN = 0.05  # of success, in shares: a loss as large as this is to be ruled out

@@ -8,11 +8,11 @@ units, as those of episodes are.
 import hashlib
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from tqdm import tqdm
 from deft_client.datasets.episodes import StoredEpisode
 from deft_client.datasets.formats import read_dataset
 from deft_client.libero.results.records import EpisodeRecord, Outcome, TrialKey
-from deft_client.libero.results.store import ResultsStore, RunHeader, load_runs
+from deft_client.libero.results.store import ResultsStore, RunHeader
 from deft_client.measures.answers import AnswerRecord
 from deft_client.measures.statistics import LEAST_EPISODES
 from deft_client.peers.conventions import to_robosuite
@@ -37,13 +37,12 @@ from deft_policies.decoding.plan import PLAIN
 from deft_policies.errors import RequestError
 from deft_policies.families.model import TokenModel
 from deft_policies.families.policy import VlaPolicy
-from scripts.reproduce.published import ACTION_LENGTH
+from scripts.reproduce.acceptance import measured_chances
 from scripts.reproduce.study import ReproductionError, Row
 from scripts.scripted_drafts import Script, ScriptedPolicy, find_answers
 from scripts.transformers_baseline import find_baseline
 
 FRAMES, TIMED = "frames", "timed"
-LINES = Path(__file__).parents[2] / "docs/results/tiny-libero/frames.jsonl.gz"
 _UNPRICED = {kinds.MEDUSA, kinds.SMALL_MODEL}  # what they cost at full size is not known
 
 
@@ -315,32 +314,3 @@ def _describe(policy: VlaPolicy) -> Mapping[str, str]:
     if info.max_tokens is not None and not info.thinks_when_asked:
         told["answers"] = "a text, then an action"
     return {name: value for name, value in told.items() if value}
-
-
-@lru_cache(maxsize=16)
-def measured_chances(text: str) -> tuple[float, ...]:
-    """Of tokens 1 to 7, where the drafts before it in its pass stood."""
-    wanted = Row(text, text).slug
-    run = next((run for run in load_runs(LINES) if run.folder.name == wanted), None)
-    if run is None:
-        raise ReproductionError(f"{LINES.name} has no lines of {text!r}")
-    method = find_method(text)
-    plan = method.plans[0]
-    levels = plan.shape.levels if kinds.HEAD in plan.rounds else ACTION_LENGTH
-    answers = [one for record in run.records for one in record.answers]
-    return chances(answers, levels, ACTION_LENGTH + method.loop.num_behind)
-
-
-def chances(answers: Iterable[AnswerRecord], levels: int, length: int) -> tuple[float, ...]:
-    """Of drafts up to `levels` deep, where `length` - 1 tokens need one; 0 where none was tried."""
-    stood, tried = [0] * length, [0] * length
-    for answer in answers:
-        count = 0
-        for kept, guesses in zip(answer.accepted, answer.guesses, strict=True):
-            deepest = min(levels, length - 1 - count) if guesses else 0
-            for depth in range(min(kept + 1, deepest)):
-                tried[count + depth] += 1
-                stood[count + depth] += depth < kept
-            count += kept + 1
-    found = [a / b if b else 0.0 for a, b in zip(stood, tried, strict=True)]
-    return tuple(found[:ACTION_LENGTH])

@@ -4,7 +4,6 @@ A table is rows (a method and its options) by measures, so that another paper, o
 few lines of TOML. Nothing here runs anything.
 """
 
-import re
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from typing import TypeVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from deft_policies.errors import PolicyError
+from scripts.reproduce.acceptance import folder_name
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -78,7 +78,7 @@ class Row:
             parts = ["scripted", self.like]
         if self.loop:
             parts = [self.loop]
-        return re.sub(r"[^A-Za-z0-9._+=-]+", "-", " ".join(parts))
+        return folder_name(*parts)
 
     def written_out(self) -> Iterator["Row"]:
         """A row for every value; itself where it has none."""

@@ -22,10 +22,11 @@ from deft_client.types import ActOptions, StageTimings
 from deft_policies.base import ActRequest
 from deft_policies.decoding.methods import find_method
 from deft_policies.memory import SessionMemory
-from scripts.predict_gpu import HeadWork, action_ms
 from scripts.reproduce.__main__ import main
+from scripts.reproduce.acceptance import chances, measured_chances
 from scripts.reproduce.choices import FILE as CHOICES
 from scripts.reproduce.choices import record_choices
+from scripts.reproduce.full_size import HeadWork, action_ms
 from scripts.reproduce.measures import RowResults, answers_of, cell_of, find_measure
 from scripts.reproduce.page import (
     PAGE,
@@ -39,7 +40,7 @@ from scripts.reproduce.page import (
     write,
 )
 from scripts.reproduce.played import Played
-from scripts.reproduce.record import FrameSet, PolicyWords, Replays, chances, measured_chances
+from scripts.reproduce.record import FrameSet, PolicyWords, Replays
 from scripts.reproduce.runs import table_of
 from scripts.reproduce.study import (
     FOLDER,
