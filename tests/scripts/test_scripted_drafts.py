@@ -1,33 +1,24 @@
 """Scripted drafts: as often right as asked for, and never changing an answer."""
 
-import json
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from deft_client.image_chain import ImageChain
-from deft_client.measures.speculation import Speculation
-from deft_client.measures.statistics import percentiles
 from deft_client.types import ActOptions, DecodeTrace, Observation
 from deft_policies.base import ActRequest
 from deft_policies.benchmark.replay import Contender, ReplayFrame, replay
-from deft_policies.benchmark.summary import Decoding, Speed
-from deft_policies.benchmark.tables import Report
 from deft_policies.families.openvla import OpenVLA, VlaTarget
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.random_weights import unit_statistics, word_ids
 from deft_policies.model.sizes import TokenRange
-from scripts.bench import gpu as bench_gpu
 from scripts.bench.decoding import scripted
-from scripts.bench.gpu import verdicts
 from scripts.reproduce.published import RELAXED_GOAL
 from scripts.scripted_drafts import Dice, Script, ScriptedPolicy, find_answers, spoil
-from tests import golden
 from tests.tiny_openvla import tiny_model
 
 
@@ -148,46 +139,6 @@ def test_dice_follow_their_odds() -> None:
     dice = Dice(torch.tensor([[0.25], [0.0], [1.0]]))
     coins = torch.stack([dice.roll() for _ in range(2000)]).float()
     assert coins.mean(dim=(0, 2)).tolist() == pytest.approx([0.25, 0.0, 1.0], abs=0.03)
-
-
-@pytest.mark.long(seconds=19)
-def test_the_whole_table_is_measured_on_any_device(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    target = tmp_path / "table.json"
-    sizes = ["--sizes", str(golden.TINY_OPENVLA)]
-    few = ["--frames", "1", "--warm-ups", "0", "--batch", "1,2", "--quantization", "none"]
-    arguments = [*sizes, *few, "--device", "cpu", "--no-baseline", "--json", str(target)]
-    assert bench_gpu.main(arguments) == 0
-    text = capsys.readouterr().out
-    assert "bfloat16, random weights, scripted drafts" in text
-    assert "not measured  autoregressive fp8" in text
-    speeds = json.loads(target.read_text())["bfloat16"]["speeds"]
-    names = {one["name"] for one in speeds}
-    assert {"autoregressive", "autoregressive eager", "spec-vla relaxed"} <= names
-    assert {"autoregressive batch 2", "prefill p=0.8 x1 batch 2"} <= names
-    assert all(one["total"]["p50"] > 0.0 for one in speeds)
-
-
-def report(**rows: tuple[float, float]) -> Report:
-    """Rows with these milliseconds of an answer and of what is behind the prefill, six passes."""
-    speeds, decodings = [], []
-    for name, (total, behind) in rows.items():
-        spent = {"decode": percentiles([behind])}
-        speeds.append(Speed(name, 1, 1, percentiles([total]), spent))
-        passes = Speculation(1, 7, 7, 0, {}, {}, (), ())
-        decodings.append(Decoding(name, passes, 0.0, 1.0, 0.0, 0, 0.0, 0.0))
-    return Report({}, tuple(speeds), None, tuple(decodings))
-
-
-def test_verdicts_compare_each_row_with_its_goal() -> None:
-    rows = {"autoregressive": (29.0, 22.8), "autoregressive batch 8": (50.0, 30.0)}
-    lines = verdicts({"bfloat16": report(**rows, transformers=(130.0, 90.0))})
-    assert "PASS  autoregressive: 29.00 ms, at most 30.0 ms" in lines
-    assert "FAIL  one decode pass: 3.80 ms, at most 3.7 ms" in lines
-    assert "PASS  batch 8: 4.64x, at least 4x" in lines
-    assert "PASS  transformers: 4.48x, at least 4x" in lines
-    assert sum(line.startswith("not measured") for line in lines) == 6
 
 
 def test_drafts_reach_to_the_end_of_an_answer_of_any_length() -> None:

@@ -1,0 +1,1 @@
+"""The questions of `python -m scripts.bench gpu`, and how they are asked."""

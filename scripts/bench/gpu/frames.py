@@ -1,0 +1,179 @@
+"""Whole frames, by method: the table of docs/performance.md, and what it lacks.
+
+Drafts are scripted, because none is ever right about random weights; all scripts share one engine.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from statistics import median
+
+import torch
+
+from deft_client.measures.statistics import percentiles
+from deft_client.types import ActOptions
+from deft_policies.base import ActRequest
+from deft_policies.benchmark.replay import Contender, Replay, ReplayFrame, replay
+from deft_policies.decoding.methods import find_method
+from deft_policies.memory import SessionMemory
+from scripts.bench.gpu.asking import Row
+from scripts.bench.gpu.setting import MeasuredRunner, Setting
+from scripts.reproduce.acceptance import measured_chances
+from scripts.scripted_drafts import Script, ScriptedPolicy, find_answers
+from scripts.transformers_baseline import BaselineLoop, TransformersPolicy
+
+PLAIN = "plain"
+# As the small policy's own drafts stood, by the lines that the page of performance is made from.
+LIKE = {
+    "lossless": "lossless:plan=memory-once",
+    "deft": "deft:drafts=previous",
+    "Spec-VLA strict": "spec-vla-published:radius=0",
+    "Spec-VLA r=9": "spec-vla-published",
+}
+_ALONE = ", passes alone"
+_OF_TEXT = 0.93  # of drafts of a thinking text stand
+_BASELINE_FRAMES = 5
+_BATCHES = (2, 4, 8)
+
+
+def scripts_like(names: Sequence[str]) -> list[Script]:
+    """Plain decoding first, then drafts that stand as often as those of methods."""
+    methods = {name: find_method(LIKE[name]) for name in names}
+    found = [
+        Script.like(name, method, measured_chances(LIKE[name])) for name, method in methods.items()
+    ]
+    return [Script(PLAIN), *found]
+
+
+def captured_policy(
+    setting: Setting, scripts: Sequence[Script], frames: Sequence[ReplayFrame], num_rows: int = 1
+) -> tuple[ScriptedPolicy, MeasuredRunner]:
+    """One engine for all scripts: passes are captured, and whole rounds of those not `_ALONE`."""
+    runner = MeasuredRunner(setting, setting.reserve(num_rows))
+    policy = setting.new_policy(runner)
+    answers: dict[int, tuple[int, ...]] = {}
+    ours = ScriptedPolicy(policy, scripts, answers)
+    with runner.warming_up(), torch.inference_mode():
+        ours.model.capture()
+        ours.capture([one.name for one in scripts if not one.name.endswith(_ALONE)])
+    answers.update(find_answers(ours, frames))
+    return ours, runner
+
+
+def frames(setting: Setting) -> Iterator[Row]:
+    """Methods in turn at every frame; each with rounds captured whole, and with passes alone.
+
+    With passes alone the drafts and rules of today run as many small operations on the device: the
+    most that giving up whole rounds can cost.
+    """
+    whole = scripts_like(list(LIKE))
+    scripts = [two for one in whole for two in (one, replace(one, name=one.name + _ALONE))]
+    seen = setting.frames(setting.size.frames)
+    policy, runner = captured_policy(setting, scripts, seen)
+    yield {
+        "method": f"{len(runner.captures)} graphs",
+        "captured in, s": sum(one.seconds for one in runner.captures),
+        "MB kept": sum(one.num_bytes for one in runner.captures) / 1e6,
+    }
+    contenders = [Contender(one.name, policy, one.name) for one in scripts]
+    runs = {run.contender.name: run for run in replay(contenders, seen, num_warm_ups=3)}
+    for name, run in runs.items():
+        yield {"method": name, **_times(run)}
+    for one in whole:
+        more_ms = _more_alone_ms(runs[one.name], runs[one.name + _ALONE])
+        yield {"method": f"{one.name}: more for a round alone", "ms each": more_ms}
+    for key in runner.uncaptured:
+        yield {"method": f"not captured: {key}"[:80]}
+
+
+def _times(run: Replay) -> Row:
+    """Medians over frames, in milliseconds; what is outside of stages is the host's alone."""
+    timings = [one.chunk.timings for one in run.answers]
+    behind = [one.draft_ms + one.verify_ms + one.judge_ms + one.commit_ms for one in timings]
+    later = sum(num_later(run))
+    wall = percentiles([one.wall_ms for one in run.answers])
+    outside = [one.wall_ms - one.chunk.timings.total_ms for one in run.answers]
+    return {
+        "p50 ms": wall.p50,
+        "p95 ms": wall.p95,
+        "prepare": median(one.prepare_ms for one in timings),
+        "vision": median(one.vision_ms for one in timings),
+        "prefill": median(one.prefill_ms for one in timings),
+        "later passes": later / len(run.answers) if later else None,
+        "ms each": sum(behind) / later if later else None,
+        "finish": median(one.finish_ms for one in timings),
+        "outside": median(outside),
+    }
+
+
+def num_later(run: Replay) -> list[int]:
+    """Passes behind the prefill, where they are known."""
+    passes = [one.chunk.trace.num_passes for one in run.answers if one.chunk.trace is not None]
+    return [max(0, one - 1) for one in passes]
+
+
+def _more_alone_ms(whole: Replay, alone: Replay) -> float | None:
+    """Of a round behind the prefill; both have the same rounds, as coins fall alike."""
+    pairs = zip(whole.answers, alone.answers, num_later(whole), strict=True)
+    found = [(b.wall_ms - a.wall_ms) / rounds for a, b, rounds in pairs if rounds]
+    return median(found) if found else None
+
+
+def transformers(setting: Setting) -> Iterator[Row]:
+    """Transformers' own model and loop behind our towers, beside ours in the same process."""
+    seen = setting.frames(_BASELINE_FRAMES)
+    ours, _ = captured_policy(setting, [Script(PLAIN)], seen)
+    theirs = TransformersPolicy(ours, BaselineLoop.GENERATE)
+    contenders = [
+        Contender(PLAIN, ours, PLAIN),
+        Contender(f"transformers, {BaselineLoop.GENERATE.name.lower()}", theirs),
+    ]
+    runs = replay(contenders, seen, num_warm_ups=2)
+    for run in runs:
+        yield {"method": run.contender.name, **_times(run)}
+    mine, other = (median(one.wall_ms for one in run.answers) for run in runs)
+    yield {"method": "theirs over ours", "p50 ms": other / mine}
+
+
+def text(setting: Setting) -> Iterator[Row]:
+    """An answer as long as ECoT's, plain and with all of it drafted; passes alone are captured."""
+    size = setting.size
+    runner = MeasuredRunner(setting, setting.reserve(1))
+    policy = setting.new_policy(runner, size.text)
+    scripts = [Script(PLAIN), Script("drafted", _OF_TEXT, num_chains=1)]
+    answers: dict[int, tuple[int, ...]] = {}
+    ours, seen = ScriptedPolicy(policy, scripts, answers), setting.frames(2)
+    with runner.warming_up(), torch.inference_mode():
+        ours.model.capture()
+        ours.capture(())  # passes, and the one round of plain decoding
+    answers.update(find_answers(ours, seen))
+    contenders = [Contender(f"{one.name}, {size.text} tokens", ours, one.name) for one in scripts]
+    for run in replay(contenders, seen, num_warm_ups=1):
+        yield {"method": run.contender.name, **_times(run)}
+
+
+def batches(setting: Setting) -> Iterator[Row]:
+    """Robots that are answered together, by one method and by several."""
+    scripts = scripts_like(["lossless", "deft"])
+    seen = setting.frames(max(_BATCHES))
+    policy, runner = captured_policy(setting, scripts, seen, max(_BATCHES))
+    names, repeats = [one.name for one in scripts], max(1, setting.size.repeats // 6)
+    for count in _BATCHES:
+        mixes = {name: [name] * count for name in names}
+        mixes["mixed"] = [names[index % len(names)] for index in range(count)]
+        for what, methods in mixes.items():
+            batch = [
+                ActRequest(frame.observation, SessionMemory(), ActOptions(decoding=method))
+                for frame, method in zip(seen, methods, strict=False)
+            ]
+            times = setting.milliseconds(lambda: policy.act(batch), repeats)  # noqa: B023
+            timings = [one.chunk.timings for one in policy.act(batch)]
+            yield {
+                "robots": count,
+                "methods": what,
+                "ms": median(times),
+                "actions/s": 1e3 * count / median(times),
+                "vision": timings[0].vision_ms,
+                "prefill": timings[0].prefill_ms,
+            }
+    for key in runner.uncaptured:
+        yield {"methods": f"not captured: {key}"[:80]}

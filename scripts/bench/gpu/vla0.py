@@ -1,0 +1,92 @@
+"""VLA-0's shapes: Qwen2.5-VL-3B with random weights, as it is served and with fused kernels."""
+
+from collections.abc import Iterator
+
+import torch
+
+from deft_policies.decoding.target import Target
+from deft_policies.decoding.tree import DraftTree
+from deft_policies.families.vla0.network import Vla0Config, Vla0Network
+from deft_policies.model.graphs import Reserve
+from deft_policies.model.qwen_vision import FRAMES, PATCH, QwenVisionSizes
+from deft_policies.model.random_weights import STATISTICS_KEY, unit_statistics
+from deft_policies.model.sizes import LlamaSizes, TokenRange
+from deft_policies.model.vla import allocate
+from scripts.bench.gpu.asking import Row
+from scripts.bench.gpu.passes import profile
+from scripts.bench.gpu.setting import MeasuredRunner, Setting
+from scripts.bit_equality import prompts_of
+
+WIDTHS = (1, 16, 128)
+_ROOM = 1024  # slots behind a prompt: its longest text
+_PICTURES = 2
+_NUM_TOKENS = 12  # that answers are written with
+
+
+def qwen(size: str) -> Vla0Config:
+    """Sizes as the published files have them, or as small as can be."""
+    if size == "7b":
+        llm = LlamaSizes(
+            _NUM_TOKENS, 2048, 11008, 36, 16, 2, 128, max_positions=4096, has_qkv_bias=True
+        )
+        vision = QwenVisionSizes(1280, 3420, 32, 16, 2048, 112, frozenset((7, 15, 23, 31)))
+        return _config(llm, vision, 151936, (16, 24, 24))
+    llm = LlamaSizes(_NUM_TOKENS, 32, 48, 2, 4, 2, 8, max_positions=2048, has_qkv_bias=True)
+    return _config(llm, QwenVisionSizes(32, 48, 2, 2, 32, 112, frozenset((1,))), 64, (2, 1, 1))
+
+
+def _config(
+    llm: LlamaSizes, vision: QwenVisionSizes, vocab_size: int, sections: tuple[int, ...]
+) -> Vla0Config:
+    statistics = {STATISTICS_KEY: unit_statistics()}
+    ids = tuple(range(_NUM_TOKENS))
+    return Vla0Config(llm, vision, vocab_size, sections, True, ids, statistics)
+
+
+@torch.inference_mode()
+def vla0(setting: Setting) -> Iterator[Row]:
+    """A prefill and passes by width, captured, and the tower, which is not."""
+    config = qwen(setting.size.name)
+    with torch.device("meta"):
+        network = Vla0Network(config).to(setting.dtype)
+    allocate(network, setting.device)
+    for name, parameter in network.named_parameters():
+        if "norm" in name or "ln_q" in name:
+            parameter.detach().fill_(1.0)
+        else:
+            parameter.detach().normal_(std=parameter.shape[-1] ** -0.5)
+    network.requires_grad_(False).eval()
+    fused = setting.network.decoder.kernels
+    for kernels in (None, fused) if fused is not None else (None,):
+        network.decoder.kernels = kernels
+        way = "as it is served" if kernels is None else "with fused kernels"
+        reserve = Reserve(1, setting.size.prompt, setting.size.prompt)
+        runner = MeasuredRunner(setting, reserve)
+        target = Target(network.decoder, TokenRange(0, _NUM_TOKENS - 1), runner=runner)
+        cache = target.new_cache()
+        cache.fix(1, setting.size.prompt + _ROOM)
+        prompts = prompts_of(target, [setting.size.prompt])
+        target.prefill(cache, 0, prompts, DraftTree.root_only(prompts.last_tokens))
+        yield _row(setting, f"prefill of {setting.size.prompt}", way, runner)
+        for width in WIDTHS:
+            target.score(cache, DraftTree.root_only(prompts.last_tokens).padded(width))
+            yield _row(setting, f"pass of {width}", way, runner)
+        yield {"what": "products", "way": way, "bits": target.describe_equality()}
+    side = 16  # patches of a picture's side
+    patches = setting.random(_PICTURES, side**2, 3 * FRAMES * PATCH**2)
+
+    def see() -> None:
+        network.vision(patches, (side, side))
+
+    counts = profile(setting, "tower of vla0", see).counts
+    yield {
+        "what": f"tower, {_PICTURES} pictures",
+        "way": "as it is served",
+        "ms": setting.median_ms(see),
+        "launches": counts.total(),
+    }
+
+
+def _row(setting: Setting, what: str, way: str, runner: MeasuredRunner) -> Row:
+    step = runner.captures[-1].step
+    return {"what": what, "way": way, "ms": setting.median_ms(step.replay)}

@@ -1,0 +1,90 @@
+"""Parts of the questions to a GPU that a CPU would not come by, and what is read of a profile."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="fused kernels need Triton")
+
+from deft_policies.model.graphs import Reserve
+from scripts.bench.gpu.passes import read_profile
+from scripts.bench.gpu.products import Shape, blas, compare_bits, table
+from scripts.bench.gpu.setting import SIZES, MeasuredRunner, OutOfTimeError, Setting
+from tests.tiny_openvla import CPU
+from tests.triton_twins import Counted
+
+Event = dict[str, object]  # of a chrome trace
+
+
+def in_halves(folder: Path) -> Setting:
+    """With fused kernels under the interpreter, which multiplies no bfloat16."""
+    setting = Setting(SIZES["tiny"], CPU, folder)
+    setting.dtype = torch.float16
+    setting.network.fuse(Counted().kernels)
+    return setting
+
+
+def test_products_are_compared_with_ours(tmp_path: Path) -> None:
+    """By a matrix with which every sum has one number that is not 0, in whatever order."""
+    shape = Shape("unit matrix", [torch.eye(32).half()])
+    rows = list(table(in_halves(tmp_path), shape, (1, 17)))
+    assert [(row["product"], row["rows"]) for row in rows] == [
+        ("unit matrix 32x32", 1),
+        ("unit matrix 32x32", 17),
+    ]
+    assert {row["PyTorch as ours"] for row in rows} == {"yes"}
+    assert {row["as 1 row"] for row in rows} == {True}
+    assert all(float(row["ours us"] or 0) > 0 for row in rows)
+    assert compare_bits(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0])) == "50.00% differ"
+
+
+def test_the_library_that_multiplies_is_chosen_for_a_block_alone() -> None:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction
+    with blas("cublas", may_split=False) as told:
+        assert not matmul.allow_bf16_reduced_precision_reduction
+        assert told == ""
+        assert not matmul.allow_bf16_reduced_precision_reduction_split_k
+    assert matmul.allow_bf16_reduced_precision_reduction is before is True
+    assert matmul.allow_bf16_reduced_precision_reduction_split_k
+
+
+def kernel(
+    name: str, start: float, took: float, grid: list[int] | None = None
+) -> dict[str, object]:
+    return {"cat": "kernel", "name": name, "ts": start, "dur": took, "args": {"grid": grid}}
+
+
+def test_a_profile_adds_up_kernels_and_the_gaps_before_them() -> None:
+    events: list[Event] = [
+        {"cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": 0.0, "dur": 90.0},
+        {"ph": "M", "name": "process_name"},
+        kernel("void product<float>(int)", 10.0, 5.0, [1, 384, 1]),
+        kernel("product", 30.0, 10.0, [1, 384, 1]),
+        kernel("product", 42.0, 1.0, [1, 128, 1]),
+        kernel("beside another", 31.0, 4.0),
+        {"cat": "gpu_memcpy", "name": "Memcpy DtoD", "ts": 50.0, "dur": 2.0},
+    ]
+    found = read_profile({"traceEvents": events}, is_cuda=True)
+    assert found.counts["product 1x384x1"] == 2
+    assert found.busy_us["product 1x384x1"] == 15.0
+    assert found.gaps_us["product 1x384x1"] == 15.0
+    assert found.gaps_us["beside another"] == 0.0
+    assert found.gaps_us["product 1x128x1"] == 2.0  # behind the longer of the two before it
+    assert found.counts["Memcpy DtoD"] == 1
+    assert found.span_us == 42.0
+    *_, total = found.rows("a pass")
+    assert total["count"] == 5
+    assert total["us"] == 22.0
+
+
+def test_capturing_ends_when_its_time_is_over(tmp_path: Path) -> None:
+    setting = Setting(SIZES["tiny"], CPU, tmp_path)
+    runner = MeasuredRunner(setting, Reserve(), seconds=60.0)
+    (found,) = runner.run("a step", lambda one: (one + 1,), (torch.zeros(3),))
+    assert found.tolist() == [1.0, 1.0, 1.0]
+    assert [one.key for one in runner.captures] == ["a step"]
+    hurried = MeasuredRunner(setting, Reserve(), seconds=-1.0)
+    with pytest.raises(OutOfTimeError):
+        hurried.run("a step", lambda one: (one + 1,), (torch.zeros(3),))
