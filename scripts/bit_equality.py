@@ -4,16 +4,16 @@ The slow twin is plain decoding: one row, one token a pass. Used by tests on sma
 `scripts.bench gpu` on whole ones, whose passes are captured.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.target import Prompts, Scores, Target, bucket
+from deft_policies.decoding.captured import RIDERS, bucket
+from deft_policies.decoding.target import PassRow, Prompt, Scores, Target
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.model.formats import Quantization
 from deft_policies.model.llama import LlamaDecoder
@@ -42,21 +42,19 @@ _ROOM = 64  # positions behind a prompt
 
 @dataclass(frozen=True)
 class Case:
-    """Drafts in one pass: behind prompts that were computed before, or riding in their prefill."""
+    """Drafts in one pass: behind prompts that were computed before, or riding in a prefill."""
 
     name: str
-    prompts: Prompts
-    tokens: Tensor  # [row, node]
+    prompts: list[Prompt]
+    tokens: list[list[int]]  # [row][node]
     parents: Sequence[int]  # of nodes, the same in every row
     rides: bool = False
+    keeps_hidden: bool = True  # of a prompt that they ride behind
 
     @property
-    def tree(self) -> DraftTree:
-        """The drafts."""
-        if list(self.parents) == list(range(-1, len(self.parents) - 1)):
-            return DraftTree.chain(self.tokens)
-        given = torch.tensor(self.parents, device=self.tokens.device).expand_as(self.tokens)
-        return replace(DraftTree.chain(self.tokens), parents=given, is_chain=False)
+    def trees(self) -> list[DraftTree]:
+        """The drafts of each row."""
+        return [tree_of(tokens, self.parents) for tokens in self.tokens]
 
     @property
     def paths(self) -> list[tuple[int, list[int]]]:
@@ -67,8 +65,14 @@ class Case:
 
     def plain_tokens(self, row: int, path: Sequence[int]) -> list[int]:
         """What plain decoding writes behind the prompt to come along a path."""
-        tokens: list[int] = self.tokens[row, list(path)].tolist()
+        tokens = [self.tokens[row][node] for node in path]
         return tokens[1:] if self.rides else tokens  # a rider's root ends the prompt
+
+
+def tree_of(tokens: Sequence[int], parents: Sequence[int]) -> DraftTree:
+    """A tree of these tokens."""
+    is_chain = list(parents) == list(range(-1, len(parents) - 1))
+    return DraftTree(list(tokens), list(parents), [""] * len(tokens), is_chain=is_chain)
 
 
 def _path_to(node: int, parents: Sequence[int]) -> list[int]:
@@ -82,73 +86,91 @@ def _path_to(node: int, parents: Sequence[int]) -> list[int]:
 class Along:
     """What plain decoding has computed, the prompt's own scores first."""
 
-    prompts: Prompts
-    row: int
+    prompt: Prompt
     tokens: list[int]
     logits: Tensor  # [token, vocabulary]
     hidden: Tensor  # [token, width]
 
 
+@dataclass(frozen=True)
+class Computed:
+    """Scores of the nodes of each row, copied: captured passes overwrite theirs."""
+
+    logits: list[Tensor]  # [row][node, vocabulary]
+    hidden: list[Tensor]  # [row][node, width]
+
+    @staticmethod
+    def of(scores: Scores, rows: Sequence[PassRow]) -> "Computed":
+        """Of every node of these rows."""
+        where = [scores.nodes(index, row.tree) for index, row in enumerate(rows)]
+        logits, hidden = scores.logits, scores.hidden
+        return Computed(
+            [logits[one].clone() for one in where], [hidden[one].clone() for one in where]
+        )
+
+
 class Passes:
-    """Passes of a target through one cache, captured or eager. What they return are copies."""
+    """Passes of a target through one cache, captured or as they come."""
 
     def __init__(
         self, target: Target, num_rows: int, longest: int, is_captured: bool = False
     ) -> None:
-        """Room for prompts of up to `longest` positions, padding included, and what follows."""
+        """Room for prompts of up to `longest` positions and for what follows them."""
         self.target, self.num_rows, self.longest = target, num_rows, longest
         self.is_captured = is_captured
         self.cache = target.new_cache()
-        room = num_rows, longest + 2 * _ROOM
         if is_captured:
-            self.cache.fix(*room)
+            target.set_aside(self.cache, _ROOM, _ROOM)
         else:
-            self.cache.reserve(*room)
+            self.cache.reserve(num_rows, longest + 2 * _ROOM)
         self._known: list[Along] = []
 
-    def run(self, case: Case) -> Scores:
+    def run(self, case: Case) -> Computed:
         """Scores of the case's nodes."""
         if case.rides:
-            return self.prefill(case.prompts, case.tree)
-        self.prefill(case.prompts, DraftTree.root_only(case.prompts.last_tokens))
-        return self.score(case.tree)
+            (prompt,), (tree,) = case.prompts, case.trees
+            return self.prefill(prompt, tree, keeps_hidden=case.keeps_hidden)
+        for slot, prompt in enumerate(case.prompts):
+            self.prefill(prompt, slot=slot)
+        return self.verify(case.prompts, case.trees)
 
-    def plain(self, prompts: Prompts, row: int, tokens: list[int]) -> Along:
-        """Plain decoding of a prompt's row along tokens; what is known is not computed again."""
+    def plain(self, prompt: Prompt, tokens: list[int]) -> Along:
+        """Plain decoding of a prompt along tokens; what is known is not computed again."""
         for one in self._known:
-            if one.prompts is prompts and one.row == row and one.tokens[: len(tokens)] == tokens:
+            if one.prompt is prompt and one.tokens[: len(tokens)] == tokens:
                 return one
-        alone = row_of(prompts, row)
-        found = [self.prefill(alone, DraftTree.root_only(alone.last_tokens))]
-        for token in tokens:
-            root = alone.last_tokens.new_full((1,), token)
-            found.append(self.score(DraftTree.root_only(root)))
-        logits, hidden = (
-            torch.cat([getattr(one, name)[0] for one in found]) for name in ("logits", "hidden")
-        )
-        self._known.append(Along(prompts, row, tokens, logits, hidden))
+        found = [self.prefill(prompt)]
+        for place, token in enumerate(tokens):
+            found.append(self.verify([prompt], [DraftTree.of_committed([token])], place))
+        logits = torch.cat([one.logits[0] for one in found])
+        hidden = torch.cat([one.hidden[0] for one in found])
+        self._known.append(Along(prompt, tokens, logits, hidden))
         return self._known[-1]
 
-    def prefill(self, prompts: Prompts, tree: DraftTree) -> Scores:
-        """The prompts with the tree's guesses; behind the prompts a next pass begins."""
-        scores, _ = self.target.prefill(self.cache, 0, prompts, tree)
-        self._keep_root(len(prompts.lengths))
-        return _copied(scores)
+    def prefill(
+        self,
+        prompt: Prompt,
+        tree: DraftTree | None = None,
+        slot: int = 0,
+        keeps_hidden: bool = False,
+    ) -> Computed:
+        """The prompt with the tree's guesses."""
+        tree = tree or DraftTree.of_committed([prompt.last_token])
+        row = PassRow(slot, prompt.length - 1, tree, slot, prompt=prompt, keeps_hidden=keeps_hidden)
+        return self._forward([row])
 
-    def score(self, tree: DraftTree) -> Scores:
-        """A pass over a tree; behind its root a next one begins."""
-        scores = self.target.score(self.cache, tree)
-        self._keep_root(len(tree.tokens))
-        return _copied(scores)
+    def verify(
+        self, prompts: Sequence[Prompt], trees: Sequence[DraftTree], num_tokens: int = 0
+    ) -> Computed:
+        """A pass over trees, behind prompts and so many tokens."""
+        rows = [
+            PassRow(slot, prompt.length + num_tokens, tree, slot)
+            for slot, (prompt, tree) in enumerate(zip(prompts, trees, strict=True))
+        ]
+        return self._forward(rows)
 
-    def _keep_root(self, num_rows: int) -> None:
-        path = torch.zeros(num_rows, 1, dtype=torch.int64, device=self.target.device)
-        self.cache.keep(path, 1, in_place=True)
-
-
-def _copied(scores: Scores) -> Scores:
-    """Captured passes overwrite what they return."""
-    return Scores(scores.logits.clone(), scores.hidden.clone())
+    def _forward(self, rows: Sequence[PassRow]) -> Computed:
+        return Computed.of(self.target.forward(self.cache, rows), rows)
 
 
 def find_difference(case: Case, passes: Passes, twin: Passes) -> str:
@@ -156,28 +178,28 @@ def find_difference(case: Case, passes: Passes, twin: Passes) -> str:
 
     Layer, operation and node are those of the first operation whose numbers are others.
     """
-    scores, offset = passes.run(case), int(not case.rides)
+    computed, offset = passes.run(case), int(not case.rides)
     for row, path in case.paths:
         tokens = case.plain_tokens(row, path)
-        along = twin.plain(case.prompts, row, tokens)
+        along = twin.plain(case.prompts[row], tokens)
         kept = slice(offset, offset + len(path))
-        is_equal = torch.equal(scores.logits[row, path], along.logits[kept])
-        if not (is_equal and torch.equal(scores.hidden[row, path], along.hidden[kept])):
+        is_equal = torch.equal(computed.logits[row][path], along.logits[kept])
+        if not (is_equal and torch.equal(computed.hidden[row][path], along.hidden[kept])):
             with traced(passes) as again, traced(twin) as plain:
                 again.run(case)
-                plain.plain(case.prompts, row, tokens)
+                plain.plain(case.prompts[row], tokens)
             return _first_difference(again.found[-1], row, path, plain.found[kept])
     return ""
 
 
-def find_plain_difference(prompts: Prompts, tokens: list[int], passes: Passes, twin: Passes) -> str:
+def find_plain_difference(prompt: Prompt, tokens: list[int], passes: Passes, twin: Passes) -> str:
     """The same of plain decoding itself, where the passes of both are made in different ways."""
-    found, expected = passes.plain(prompts, 0, tokens), twin.plain(prompts, 0, tokens)
+    found, expected = passes.plain(prompt, tokens), twin.plain(prompt, tokens)
     if torch.equal(found.logits, expected.logits) and torch.equal(found.hidden, expected.hidden):
         return ""
     with traced(passes) as again, traced(twin) as plain:
-        again.plain(prompts, 0, tokens)
-        plain.plain(prompts, 0, tokens)
+        again.plain(prompt, tokens)
+        plain.plain(prompt, tokens)
     for place, (trace, other) in enumerate(zip(again.found, plain.found, strict=True)):
         where = _first_difference(trace, 0, [0], [other])
         if where != _NOWHERE:
@@ -186,6 +208,7 @@ def find_plain_difference(prompts: Prompts, tokens: list[int], passes: Passes, t
 
 
 _NOWHERE = "in no operation, when it was computed again"
+_BEHIND_LAST = 8  # operations from the last layer's attention to the head
 
 
 @dataclass(frozen=True)
@@ -193,23 +216,20 @@ class Trace:
     """What the operations of one pass computed."""
 
     operations: list[tuple[str, Tensor]]  # with layer and name; [row of a matrix, number]
-    num_nodes: int  # of every row, padding among them
-    num_slots: int  # the same of a prefill's positions and guesses; 0 of another pass
-    lengths: list[int]  # of prompts, [row]
+    first: list[int]  # where node 0 of each row lies
+    last: list[int]  # the same behind the attention of the last layer, which may leave tokens out
 
-    def row_in(self, tensor: Tensor, row: int, node: int) -> Tensor:
-        """The numbers of one node; the last layer of a prefill may compute nodes alone."""
-        if self.num_slots and len(tensor) >= len(self.lengths) * self.num_slots:
-            return tensor[row * self.num_slots + self.lengths[row] - 1 + node]
-        return tensor[row * self.num_nodes + node]
+    def row_in(self, index: int, row: int, node: int) -> Tensor:
+        """The numbers of one node in an operation."""
+        is_behind = index >= len(self.operations) - _BEHIND_LAST
+        return self.operations[index][1][(self.last if is_behind else self.first)[row] + node]
 
 
 def _first_difference(trace: Trace, row: int, path: list[int], expected: list[Trace]) -> str:
     """`expected` has a plain pass for every node of the path."""
-    for index, (name, tensor) in enumerate(trace.operations):
+    for index, (name, _) in enumerate(trace.operations):
         for node, plain in zip(path, expected, strict=True):
-            found = trace.row_in(tensor, row, node)
-            if not torch.equal(found, plain.row_in(plain.operations[index][1], 0, 0)):
+            if not torch.equal(trace.row_in(index, row, node), plain.row_in(index, 0, 0)):
                 return f"{name}, row {row}, node {node}"
     return _NOWHERE
 
@@ -224,45 +244,45 @@ class TracedPasses(Passes):
         self._tensors: dict[object, list[tuple[str, Tensor]]] = {}
         self.found: list[Trace] = []
 
-    def prefill(self, prompts: Prompts, tree: DraftTree) -> Scores:
-        """The same, noted."""
-        num_nodes, num_positions = tree.num_nodes, prompts.embeds.shape[1]
-        reserve = self.target.runner.reserve
-        if self.is_captured and reserve is not None:
-            num_nodes, num_positions = bucket(num_nodes), reserve.padded(num_positions)
-        lengths: list[int] = prompts.lengths.tolist()
-        shape = (len(lengths), num_nodes, num_positions, prompts.keep_hidden)
-        return self._note(
-            shape, lengths, num_positions + num_nodes - 1, partial(super().prefill, prompts, tree)
-        )
-
-    def score(self, tree: DraftTree) -> Scores:
-        """The same, noted."""
-        num_nodes = bucket(tree.num_nodes) if self.is_captured else tree.num_nodes
-        shape = (len(tree.tokens), num_nodes)
-        return self._note(shape, [0] * len(tree.tokens), 0, partial(super().score, tree))
-
-    def _note(
-        self,
-        shape: tuple[int, ...],
-        lengths: list[int],
-        num_slots: int,
-        run: Callable[[], Scores],
-    ) -> Scores:
+    def _forward(self, rows: Sequence[PassRow]) -> Computed:
         """A replay notes nothing, but overwrites what was noted when it was captured."""
         self._noted.clear()
-        scores = run()
+        computed = super()._forward(rows)
+        first, last, shape = self._places(rows)
         if self._noted:
             self._tensors[shape] = self._noted[-self._num_noted :]
         copies = [(name, tensor.clone()) for name, tensor in self._tensors[shape]]
-        self.found.append(Trace(copies, shape[1], num_slots, lengths))
-        return scores
+        self.found.append(Trace(copies, first, last))
+        return computed
+
+    def _places(self, rows: Sequence[PassRow]) -> tuple[list[int], list[int], object]:
+        """Where node 0 of each row lies, at first and at last; and what replays have in common."""
+        row, prompt = rows[0], rows[0].prompt
+        if self.is_captured and prompt is not None:
+            first = [prompt.length - 1]
+            riders = bucket(row.tree.num_nodes - 1, RIDERS)
+            reserve = self.target.runner.reserve
+            padded = None if reserve is None else reserve.padded(prompt.length)
+            return first, first if row.keeps_hidden else [0], (riders, padded, row.keeps_hidden)
+        if self.is_captured:
+            width = bucket(max(row.tree.num_nodes for row in rows))
+            places = [row.slot * width for row in rows]
+            return places, places, (len(rows), width)
+        first, last, num_first, num_last = list[int](), list[int](), 0, 0
+        for row in rows:
+            before = 0 if row.prompt is None else row.start
+            kept = before if row.keeps_hidden else 0
+            first.append(num_first + before)
+            last.append(num_last + kept)
+            num_first += before + row.tree.num_nodes
+            num_last += kept + row.tree.num_nodes
+        return first, last, object()
 
 
 @contextmanager
 def traced(passes: Passes) -> Iterator[TracedPasses]:
     """Passes of the same target that note what every operation of every layer computes."""
-    llama, noted = passes.target._passes, list[tuple[str, Tensor]]()
+    llama, noted = passes.target.passes, list[tuple[str, Tensor]]()
     watched: list[tuple[Any, str, Any]] = []  # with what was there before
 
     def note(name: str, tensor: Any) -> None:
@@ -320,33 +340,22 @@ def make_target(
     return Target(decoder, TokenRange(_FIRST_BIN, sizes.vocabulary - 1))
 
 
-def prompts_of(target: Target, lengths: list[int], seed: int = 1) -> Prompts:
-    """Random embeddings, padded to the longest."""
+def prompts_of(target: Target, lengths: list[int], seed: int = 1) -> list[Prompt]:
+    """Random embeddings."""
     generator, weight = torch.Generator().manual_seed(seed), target.decoder.embedding.weight
     embeds = torch.randn(len(lengths), max(lengths), weight.shape[1], generator=generator)
     num_words = max(1, target.action_tokens.first)
-    tokens = torch.randint(0, num_words, (len(lengths),), generator=generator)
-    counts, tokens = torch.tensor(lengths).to(weight.device), tokens.to(weight.device)
-    return Prompts(embeds.to(weight), counts, tokens, slice(1, 5))
+    last: list[int] = torch.randint(0, num_words, (len(lengths),), generator=generator).tolist()
+    rows = zip(embeds.to(weight), lengths, last, strict=True)
+    return [Prompt(row[:length], token, slice(1, 5)) for row, length, token in rows]
 
 
-def row_of(prompts: Prompts, row: int) -> Prompts:
-    """A row of a batch as a batch of its own, without padding."""
-    length = int(prompts.lengths[row])
-    return Prompts(
-        prompts.embeds[row : row + 1, :length],
-        prompts.lengths[row : row + 1],
-        prompts.last_tokens[row : row + 1],
-        prompts.patches,
-        keep_hidden=prompts.keep_hidden,
-    )
-
-
-def tokens_of(target: Target, num_rows: int, num_tokens: int, seed: int = 2) -> Tensor:
-    """Random action tokens, [row, token]."""
+def tokens_of(target: Target, num_rows: int, num_tokens: int, seed: int = 2) -> list[list[int]]:
+    """Random action tokens, [row][token]."""
     generator, bins = torch.Generator().manual_seed(seed), target.action_tokens
     shape = (num_rows, num_tokens)
-    return torch.randint(bins.first, bins.last + 1, shape, generator=generator).to(target.device)
+    found = torch.randint(bins.first, bins.last + 1, shape, generator=generator)
+    return [list(map(int, row)) for row in found]
 
 
 def find_frame_differences(model: OpenVLAModel, count: int) -> list[int]:
@@ -361,10 +370,10 @@ def find_frame_differences(model: OpenVLAModel, count: int) -> list[int]:
 
 def chain_cases(target: Target, length: int, widths: Sequence[int]) -> Iterator[Case]:
     """Chains behind one prompt, the widest first: plain decoding is the same for all."""
-    prompts, tokens = prompts_of(target, [length]), tokens_of(target, 1, max(widths))
+    prompts, (tokens,) = prompts_of(target, [length]), tokens_of(target, 1, max(widths))
     for width in sorted(widths, reverse=True):
         name = f"chain of {width} behind {length}"
-        yield Case(name, prompts, tokens[:, :width], range(-1, width - 1))
+        yield Case(name, prompts, [tokens[:width]], range(-1, width - 1))
 
 
 def tree_case(target: Target, name: str, length: int) -> Case:
@@ -378,12 +387,11 @@ def rider_case(
     target: Target, parents: Sequence[int], length: int, keeps_hidden: bool = True
 ) -> Case:
     """A tree that rides behind a prompt in its prefill."""
-    prompts = replace(prompts_of(target, [length]), keep_hidden=keeps_hidden)
-    tokens = tokens_of(target, 1, len(parents))
-    tokens[:, 0] = prompts.last_tokens
+    prompts, (tokens,) = prompts_of(target, [length]), tokens_of(target, 1, len(parents))
+    tokens[0] = prompts[0].last_token
     hidden = "" if keeps_hidden else ", last layer of them alone"
     name = f"{len(parents) - 1} riders behind {length}{hidden}"
-    return Case(name, prompts, tokens, parents, rides=True)
+    return Case(name, prompts, [tokens], parents, rides=True, keeps_hidden=keeps_hidden)
 
 
 def batch_case(target: Target, lengths: list[int], parents: Sequence[int]) -> Case:

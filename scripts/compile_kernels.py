@@ -5,8 +5,8 @@ each program, and fails where one takes more than the bounds below allow. Needs 
 `dev`), no driver and no device.
 
 Programs, constants and what Triton finds out about arguments (multiples of 16, aligned pointers)
-are those of real passes: modules of the full width run once on a CPU, and what they would start
-is compiled instead.
+are those of real passes: modules of the full width run all that a server captures once on a CPU,
+and what they would start is compiled instead.
 """
 
 import re
@@ -25,10 +25,9 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
 from deft_client.measures.table import markdown_table
-from deft_policies.decoding.target import Prompts
-from deft_policies.decoding.tree import DraftTree
+from deft_policies.decoding.captured import WIDTHS
 from deft_policies.families.openvla import VlaTarget
-from deft_policies.model.graphs import CapturedStep, Reserve, Step, StepRunner, Tensors
+from deft_policies.model.graphs import Reserve, StepRunner
 from deft_policies.model.kernels.launch import Arguments, Constants, FusedKernels, Grid
 from deft_policies.model.random_weights import openvla_7b
 from deft_policies.model.vla import OpenVLAModel
@@ -135,29 +134,22 @@ def started_programs(has_fp8: bool) -> list[Started]:
     few = replace(config.llm, num_layers=1), tuple(replace(one, depth=2) for one in config.towers)
     model = OpenVLAModel.empty(replace(config, llm=few[0], towers=few[1]), _CPU, _FORMAT)
     model.requires_grad_(False).fuse(kernels)
-    target = VlaTarget(model, runner=StepRunner(_never, Reserve()))
+    reserve = Reserve(shortest=_PROMPT, longest=_PROMPT)
+    target = VlaTarget(model, runner=StepRunner(reserve=reserve))
     size = config.image.size
     model.see(torch.zeros(1, 3 * len(config.towers), size, size, dtype=_FORMAT))
-    cache, width = target.new_cache(), config.llm.width
-    cache.reserve(8, _PROMPT + 64)
-    root = torch.zeros(1, dtype=torch.int64)
-    prompts = Prompts(torch.zeros(1, _PROMPT, width, dtype=_FORMAT), root + _PROMPT, root, slice(0))
-    for keeps_hidden in (True, False):
-        kept = replace(prompts, keep_hidden=keeps_hidden)
-        target.prefill(cache, 0, kept, DraftTree.root_only(root).padded(8))
-    for num_rows, num_nodes in ((1, 1), (1, 8), (1, 16), (1, 64), (8, 1), (8, 8)):
-        target.score(cache, DraftTree.root_only(root.repeat(num_rows)).padded(num_nodes))
+    passes = target.set_aside(target.new_cache(), WIDTHS[-1], num_tokens=8)
+    assert passes is not None
+    for keeps_hidden in (False, True):
+        passes.keeps_hidden = keeps_hidden
+        passes.capture()
     if has_fp8:
-        rows = torch.zeros(1, width, dtype=_FORMAT)
+        rows = torch.zeros(1, config.llm.width, dtype=_FORMAT)
         kernels.quantise_rows(rows)
         for branch in (None, rows):
             kernels.rms_norm_fp8(rows, branch, rows[0], config.llm.norm_eps)
         kernels.silu_times_fp8(torch.zeros(1, 2 * config.llm.mlp_width, dtype=_FORMAT))
     return found
-
-
-def _never(step: Step, inputs: Tensors) -> CapturedStep:
-    raise AssertionError("nothing is captured here")
 
 
 def compile_for(architecture: int, programs: Sequence[Started]) -> Iterator[tuple[str, Compiled]]:

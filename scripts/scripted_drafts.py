@@ -8,7 +8,6 @@ Verified with exact match, so answers stay the same.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -17,17 +16,14 @@ from deft_client.types import ActOptions
 from deft_policies.base import ActRequest
 from deft_policies.benchmark.replay import ReplayFrame
 from deft_policies.decoding import kinds
-from deft_policies.decoding.batch import Batch, Row
 from deft_policies.decoding.clock import StageClock
-from deft_policies.decoding.drafts import FRAME, Chains, DraftLimits, DraftSource, remaining_tokens
+from deft_policies.decoding.drafts import Branches, DraftSource, Guesses
 from deft_policies.decoding.drafts.heads import EagleDrafts
-from deft_policies.decoding.engine import DraftModels
-from deft_policies.decoding.kinds import source_number
+from deft_policies.decoding.engine import DraftModels, Maker
 from deft_policies.decoding.methods import AUTOREGRESSIVE, Method, find_method
 from deft_policies.decoding.plan import Loop, Plan, TreeShape
-from deft_policies.decoding.steps import Maker
-from deft_policies.decoding.target import Prompts, Target
-from deft_policies.decoding.tree import DraftTree
+from deft_policies.decoding.sequence import Sequence as Answer
+from deft_policies.decoding.target import Target
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy, _Frame
 from deft_policies.model.draft_heads import EagleHead, head_sizes
@@ -39,6 +35,7 @@ _ACTION_LENGTH = 7
 _HEAD_LEVELS = 5
 _NUM_DRAWS = 4096
 _BINS_OFF = 64  # a wrong guess is this far away, too far for any rule
+_SCRIPTED = "scripted"  # the kind of the chains, and under which an answer notes what is right
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,7 @@ class Script:
     @property
     def method(self) -> Method:
         """Exact match by the one plan of this script."""
-        riders = (kinds.RETRIEVAL,) if self.num_chains else ()
+        riders = (_SCRIPTED,) if self.num_chains else ()
         behind = riders if self.goes_on else ()
         rounds = (kinds.HEAD,) if self.chances else behind
         shape = TreeShape(_HEAD_LEVELS, 8, 49, is_full_depth=self.loop is Loop.PUBLISHED)
@@ -113,77 +110,39 @@ class Dice:
 
 @dataclass(frozen=True)
 class _Known:
-    """What drafts know of one answer, on the host."""
+    """What drafts know of an answer."""
 
-    tokens: Tensor  # [place]
-    in_chains: Tensor  # [chain, place], whether a token of a chain is right
-    on_path: Tensor  # [place], whether one on the head's path is, if all before it are
+    tokens: list[int]
+    chains: list[list[int]]  # whole answers, with errors
+    on_path: list[bool]  # [place], whether a token on the head's path is right
 
 
-class ScriptedAnswers:
-    """What scripted drafts know of the rows that are on their way.
+class _Coins:
+    """What is thrown for the answers of one script."""
 
-    All scripts have equally many chains: as many columns of a pass are theirs whoever drafts.
-    """
-
-    def __init__(self, scripts: Sequence[Script], num_tokens: int) -> None:
+    def __init__(self, script: Script, num_tokens: int) -> None:
         """Of answers with so many tokens at most."""
-        if len(counts := {one.num_chains for one in scripts if one.num_chains}) > 1:
-            raise ValueError(
-                f"scripts that share drafts have {sorted(counts)} chains, expected one"
-            )
-        self.shape = (max(counts, default=1), num_tokens)  # of chains
-        self._dice = {
-            one.name: (
-                Dice(torch.tensor(one.right).expand(self.shape)),
-                Dice(torch.tensor([0.0, *one.chances] + [0.0] * num_tokens)[:num_tokens]),
-            )
-            for one in scripts
-        }
-        self._rows = WeakKeyDictionary[Row, _Known]()
-        nothing = torch.zeros(num_tokens, dtype=torch.int64)
-        self._blank = _Known(nothing, nothing.expand(self.shape) > 0, nothing > 0)
+        shape = script.num_chains, num_tokens
+        self._chains = Dice(torch.tensor(script.right).expand(shape))
+        self._path = Dice(torch.tensor([0.0, *script.chances] + [0.0] * num_tokens)[:num_tokens])
 
-    def add(self, row: Row, script: Script, tokens: tuple[int, ...]) -> None:
-        """Say what is right for a row, and throw its coins."""
-        chains, path = self._dice[script.name]
-        padded = torch.tensor([*tokens, *[0] * self.shape[1]])[: self.shape[1]]
-        self._rows[row] = _Known(padded, chains.roll(), path.roll())
-
-    def of(self, rows: Sequence[Row | None]) -> list[_Known]:
-        """Of each row; of one that nothing was said of, as when rounds are captured, zeros."""
-        return [self._rows.get(row, self._blank) if row else self._blank for row in rows]
+    def throw(self, tokens: tuple[int, ...], action_tokens: TokenRange) -> _Known:
+        """What drafts are to know of an answer with these tokens."""
+        right = torch.tensor(tokens)
+        is_right = self._chains.roll()[:, : len(tokens)]
+        chains = torch.where(is_right, right, spoil(right, action_tokens))
+        return _Known(list(tokens), chains.tolist(), self._path.roll().tolist())
 
 
 class ScriptedChains(DraftSource):
     """Whole actions in which every token is right with a given probability, several at a time."""
 
-    kind = kinds.RETRIEVAL  # a stored answer, with errors
-    needs = frozenset({FRAME})
-    capturable = True
+    kind = _SCRIPTED
 
-    def __init__(self, answers: ScriptedAnswers, action_tokens: TokenRange) -> None:
-        self._answers, self._action_tokens = answers, action_tokens
-        self._tokens = torch.zeros(0)  # [row, chain, place]
-
-    def allocate(self, batch: Batch) -> None:
-        """Room for the chains of every row."""
-        shape = batch.capacity, *self._answers.shape
-        with torch.inference_mode(False):
-            self._tokens = torch.zeros(shape, dtype=torch.int64, device=batch.device)
-
-    def begin(self, batch: Batch, prompts: Prompts, hidden: Tensor | None) -> None:
-        """Repeat the answers, with errors."""
-        known = self._answers.of(batch.rows)
-        right = torch.stack([one.tokens for one in known])[:, None]
-        is_right = torch.stack([one.in_chains for one in known])
-        drafted = torch.where(is_right, right, spoil(right, self._action_tokens))
-        self._tokens[batch.slots].copy_(drafted)
-
-    def draft(self, batch: Batch, limits: DraftLimits) -> Chains:
-        """The rest of what was said when the rows began."""
-        tokens = self._tokens[batch.first : batch.first + batch.num_rows]
-        return remaining_tokens(batch, tokens, torch.ones_like(tokens, dtype=torch.bool), limits)
+    def draft(self, sequence: Answer, depth: int) -> Guesses:
+        """The rest of what was said when the answer began."""
+        known: _Known = sequence.notes[_SCRIPTED]
+        return [chain[sequence.count :][:depth] for chain in known.chains]
 
 
 class ScriptedHead(EagleDrafts):
@@ -192,58 +151,36 @@ class ScriptedHead(EagleDrafts):
     A token of the path is right by its own chance, and wrong behind one that is wrong.
     """
 
-    def __init__(
-        self, head: EagleHead, target: Target, method: Method, answers: ScriptedAnswers
-    ) -> None:
-        super().__init__(head, target, method)
-        self._answers = answers
-        self._tokens = self._is_right = torch.zeros(0)  # [row, place]
+    def draft_all(self, sequences: Sequence[Answer]) -> list[Guesses]:
+        """Grow the head's trees and put the scripted path in the place of their last nodes."""
+        pairs = zip(sequences, super().draft_all(sequences), strict=True)
+        return [self._scripted(one, grown) for one, grown in pairs]
 
-    def allocate(self, batch: Batch) -> None:
-        """Room for the path of every row, too."""
-        super().allocate(batch)
-        shape = 2, batch.capacity, self._answers.shape[1]
-        with torch.inference_mode(False):
-            blank = torch.zeros(shape, dtype=torch.int64, device=batch.device)
-        self._tokens, self._is_right = blank
-
-    def begin(self, batch: Batch, prompts: Prompts, hidden: Tensor | None) -> None:
-        """Learn what is right, too."""
-        super().begin(batch, prompts, hidden)
-        known = self._answers.of(batch.rows)
-        self._tokens[batch.slots].copy_(torch.stack([one.tokens for one in known]))
-        self._is_right[batch.slots].copy_(torch.stack([one.on_path for one in known]))
-
-    def draft(self, batch: Batch, limits: DraftLimits) -> DraftTree:
-        """Grow the head's tree and put the scripted path in the place of its last nodes."""
-        tree = super().draft(batch, limits)
-        depth = min(limits.shape.levels, limits.depth, tree.num_nodes - 1)
-        answer, is_right = self._tokens[batch.slots], self._is_right[batch.slots]
-        steps = torch.arange(depth, device=answer.device)
-        places = (batch.count[:, None] + steps).clamp(max=answer.shape[1] - 1)
-        answer, is_right = answer.gather(1, places), is_right.gather(1, places).cummin(dim=1).values
-        path = torch.where(is_right > 0, answer, spoil(answer, self._drafted))
-        chain = torch.cat((limits.roots[:, None], path), dim=1)
-        kept = torch.arange(tree.num_nodes - depth, device=answer.device)
-        return DraftTree.side_by_side(
-            [tree.select(kept), DraftTree.chain(chain, source_number(self.kind))]
-        )
+    def _scripted(self, sequence: Answer, grown: Guesses) -> Guesses:
+        if not isinstance(grown, Branches):
+            return grown
+        depth = min(sequence.shape.levels, sequence.num_missing, len(grown.tokens))
+        known: _Known = sequence.notes[_SCRIPTED]
+        first, path = sequence.count, list[int]()
+        for place in range(first, first + depth):
+            is_right = all(known.on_path[first : place + 1])
+            token = known.tokens[place]
+            path.append(token if is_right else _spoilt(token, self.drafted(sequence.method)))
+        num_kept = len(grown.tokens) - depth
+        parents = [0, *range(num_kept + 1, num_kept + depth)]
+        return Branches([*grown.tokens[:num_kept], *path], [*grown.parents[:num_kept], *parents])
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptedModels(DraftModels):
-    """Scripted draft sources, in the place of those that were loaded."""
-
-    answers: ScriptedAnswers
+    """Scripted draft sources, beside or in the place of those that were loaded."""
 
     def makers(self, target: Target) -> dict[str, Maker]:
-        """Chains in the place of retrieval, and a head where there is one."""
-        answers, head = self.answers, self.head
-        makers: dict[str, Maker] = {
-            kinds.RETRIEVAL: lambda method: ScriptedChains(answers, target.action_tokens)
-        }
+        """Chains, and a head where there is one."""
+        head = self.head
+        makers: dict[str, Maker] = {_SCRIPTED: ScriptedChains}
         if head is not None:
-            makers[kinds.HEAD] = lambda method: ScriptedHead(head, target, method, answers)
+            makers[kinds.HEAD] = lambda: ScriptedHead(head, target)
         return super().makers(target) | makers
 
 
@@ -263,17 +200,16 @@ class ScriptedPolicy(VlaPolicy):
         model = policy.token_model
         self._scripts, self._answers = {one.name: one for one in scripts}, answers
         num_tokens = max(form.max_tokens for form in model.forms.values())
-        self._known = ScriptedAnswers(scripts, num_tokens)
+        self._coins = {one.name: _Coins(one, num_tokens) for one in scripts}
         has_head = any(one.chances for one in scripts)
-        head = random_head(model.network) if has_head else None
-        models = ScriptedModels(head=head, answers=self._known)
+        models = ScriptedModels(head=random_head(model.network) if has_head else None)
         key = policy.info.default_statistics_key
         super().__init__(model, ModelOptions(statistics_key=key), models, scripts[0].method)
 
     def warm_up(self, methods: Sequence[str] | None = None) -> None:
-        """Capture what these scripts, or all, need beside the policy's own frames."""
+        """Capture passes; the policy that is scripted has captured what it sees with."""
         with self.model.runner.warming_up(), torch.inference_mode():
-            self.capture(list(self._scripts) if methods is None else methods)
+            self.engine.capture()
 
     def method_for(self, options: ActOptions) -> Method:
         """That of a script, by its name."""
@@ -283,8 +219,10 @@ class ScriptedPolicy(VlaPolicy):
     def _frame(self, request: ActRequest, clock: StageClock) -> _Frame:
         """Tell the drafts what is right."""
         frame = super()._frame(request, clock)
-        if frame.row is not None and (script := self._scripts.get(frame.row.method.name)):
-            self._known.add(frame.row, script, self._answers[id(request.observation)])
+        if frame.row is not None and frame.row.method.name in self._coins:
+            coins, target = self._coins[frame.row.method.name], self.engine.target
+            tokens = self._answers[id(request.observation)]
+            frame.row.notes[_SCRIPTED] = coins.throw(tokens, target.action_tokens)
         return frame
 
 
@@ -305,6 +243,10 @@ def spoil(tokens: Tensor, action_tokens: TokenRange) -> Tensor:
     """Tokens of the same range, far away from these."""
     shifted = tokens - action_tokens.first + _BINS_OFF
     return shifted % len(action_tokens) + action_tokens.first
+
+
+def _spoilt(token: int, action_tokens: TokenRange) -> int:
+    return int(spoil(torch.tensor(token), action_tokens))
 
 
 @torch.no_grad()

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from deft_client.types import ActionChunk, ActOptions, DecodeTrace, Observation, ServerInfo
 from deft_policies.base import ActAnswer, ActRequest
-from deft_policies.decoding.batch import AnswerSpec
 from deft_policies.decoding.clock import Stage, StageClock
+from deft_policies.decoding.sequence import AnswerSpec
 from deft_policies.errors import NoActionError, RequestError
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.families.vla0.model import Vla0
@@ -97,25 +97,25 @@ class TransformersPolicy:
         clock = StageClock(model.device)
         key = self._ours.find_key(request.options.statistics_key)
         tokens = self._write(request.observation, model.forms[key], clock)
-        clock.skip()
+        clock.restart()
         try:
             actions = self._read(key, tokens)
         except NoActionError as none:
             actions, error = np.empty((0, model.statistics[key].action_dim)), none
-        clock.lap(Stage.FINISH)
+        clock.record(Stage.FINISH)
         trace = DecodeTrace(self.name, tuple(tokens), tuple(tokens), (), ())
         chunk = ActionChunk(actions, clock.timings(), trace)
         return [ActAnswer(chunk, request.memory, error)]
 
     def _write(self, observation: Observation, form: AnswerSpec, clock: StageClock) -> list[int]:
         """The tokens of an answer."""
-        prompts, model = self._model.see([observation], clock), self._model
+        (prompt,), model = self._model.see([observation], clock), self._model
         if self._loop is BaselineLoop.FORWARD:
-            return self._forward(prompts.embeds, form, clock)
+            return self._forward(prompt.embeds[None], form, clock)
         words = model.encode(observation.instruction)
-        self._embedding.patches = prompts.embeds[0, prompts.patches]
-        ids = [*words[: prompts.patches.start], *self._embedding.patch_ids]
-        return self._generate([*ids, *words[prompts.patches.start :]], form, clock)
+        self._embedding.patches = prompt.embeds[prompt.patches]
+        ids = [*words[: prompt.patches.start], *self._embedding.patch_ids]
+        return self._generate([*ids, *words[prompt.patches.start :]], form, clock)
 
     def _read(self, key: str, tokens: list[int]) -> NDArray[np.float64]:
         return self._model.decode(key, np.array(tokens))
@@ -125,7 +125,7 @@ class TransformersPolicy:
 
         def after_each_pass(_: Tensor, scores: Tensor) -> Tensor:
             nonlocal stage
-            clock.lap(stage)
+            clock.record(stage)
             stage = Stage.VERIFY
             return scores
 
@@ -143,13 +143,13 @@ class TransformersPolicy:
                 **self._extra,
             )
         tokens: list[int] = found[0, len(ids) :].tolist()
-        clock.lap(Stage.VERIFY)
+        clock.record(Stage.VERIFY)
         return tokens
 
     def _forward(self, embeds: Tensor, form: AnswerSpec, clock: StageClock) -> list[int]:
         output = self._llama(inputs_embeds=embeds, use_cache=True, logits_to_keep=1)
         token = output.logits[:, -1].argmax(dim=-1)
-        clock.lap(Stage.PREFILL)
+        clock.record(Stage.PREFILL)
         found = [token]
         while len(found) < form.max_tokens and int(found[-1]) != form.stop:
             output = self._llama(
@@ -158,7 +158,7 @@ class TransformersPolicy:
             token = output.logits[:, -1].argmax(dim=-1)
             found.append(token)
         tokens: list[int] = torch.cat(found).tolist()
-        clock.lap(Stage.VERIFY)
+        clock.record(Stage.VERIFY)
         return tokens
 
 
@@ -179,7 +179,7 @@ class QwenPolicy(TransformersPolicy):
         model, qwen = self._vla0, self._qwen
         pictures = make_pictures(model.pictures(observation), model.run)
         ids = torch.tensor([model.encode(observation.instruction)], device=model.device)
-        clock.lap(Stage.PREPARE)
+        clock.record(Stage.PREPARE)
         processors = [] if self._way is QwenLoop.PLAIN else [self._constrained]
         found = qwen.generate(
             input_ids=ids,
@@ -193,7 +193,7 @@ class QwenPolicy(TransformersPolicy):
             logits_processor=processors,
         )
         tokens: list[int] = found[0, ids.shape[1] :].tolist()
-        clock.lap(Stage.VERIFY)
+        clock.record(Stage.VERIFY)
         return tokens
 
     def _read(self, key: str, tokens: list[int]) -> NDArray[np.float64]:

@@ -1,16 +1,12 @@
 """Counts what would be launched on a GPU, operation by operation, on any device."""
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from deft_policies.decoding.steps import BatchSteps
-from deft_policies.model.graphs import Reserve, Step, StepRunner, Tensors
-from tests.recorder import RecordingCapturer
 
 # These allocate or describe memory; nothing runs on the device.
 _NO_LAUNCH = {"empty", "empty_like", "empty_strided", "new_empty", "detach", "lift_fresh"}
@@ -52,24 +48,3 @@ class LaunchCounter(TorchDispatchMode):
 def is_tensor(value: object) -> bool:
     """For the trees of arguments that operations take."""
     return isinstance(value, torch.Tensor)
-
-
-class UncountedRunner(StepRunner):
-    """What recordings do is not counted, but copying their inputs is."""
-
-    counter: LaunchCounter | None = None
-
-    def __init__(self, reserve: Reserve) -> None:
-        super().__init__(RecordingCapturer().capture, reserve)
-        self.before_rounds: list[int] = []  # operations counted before each recorded round
-
-    def run(self, key: Hashable, step: Step, inputs: Tensors) -> Tensors:
-        if self.counter is None:
-            return super().run(key, step, inputs)
-        if isinstance(key, tuple) and isinstance(key[0], BatchSteps):
-            self.before_rounds.append(self.counter.total)
-        before = Counter(self.counter.counts)
-        outputs = super().run(key, step, inputs)
-        before["copies of inputs"] += len({one.dtype for one in inputs})
-        self.counter.counts = before
-        return outputs

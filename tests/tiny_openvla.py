@@ -8,7 +8,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from deft_policies.checkpoint.config import load_config
-from deft_policies.decoding.target import Prompts
+from deft_policies.decoding.target import Prompt
 from deft_policies.model.prompt import PromptTemplate
 from deft_policies.model.sizes import (
     ImageProcessorConfig,
@@ -78,29 +78,17 @@ def tiny_model(seed: int = 0, num_kv_heads: int = 4, num_layers: int = 2) -> Ope
     return model.requires_grad_(False)
 
 
-def random_prompts(model: OpenVLAModel, text_lengths: list[int], seed: int = 0) -> Prompts:
-    """Prompts of random embeddings and of these lengths, patches included, padded with rubbish."""
+def random_prompts(model: OpenVLAModel, text_lengths: list[int], seed: int = 0) -> list[Prompt]:
+    """Prompts of random embeddings, with these many tokens beside the patches."""
     generator = torch.Generator().manual_seed(seed)
     patches = model.config.num_patches
-    lengths = torch.tensor(text_lengths) + patches
-    shape = (len(text_lengths), int(lengths.max()), model.config.llm.width)
-    return Prompts(
-        embeds=torch.randn(shape, generator=generator),
-        lengths=lengths,
-        last_tokens=torch.randint(0, 300, (len(text_lengths),), generator=generator),
-        patches=slice(1, 1 + patches),
-    )
-
-
-def one_row(prompts: Prompts, row: int) -> Prompts:
-    """A row of a batch as a batch of its own, without padding."""
-    length = int(prompts.lengths[row])
-    return Prompts(
-        embeds=prompts.embeds[row : row + 1, :length],
-        lengths=prompts.lengths[row : row + 1],
-        last_tokens=prompts.last_tokens[row : row + 1],
-        patches=prompts.patches,
-    )
+    shape = (len(text_lengths), max(text_lengths) + patches, model.config.llm.width)
+    embeds = torch.randn(shape, generator=generator)
+    last = torch.randint(0, 300, (len(text_lengths),), generator=generator).tolist()
+    return [
+        Prompt(embeds[row, : length + patches], last[row], slice(1, 1 + patches))
+        for row, length in enumerate(text_lengths)
+    ]
 
 
 def plain_next_tokens(model: OpenVLAModel, prompt: Tensor, tokens: list[int]) -> list[int]:

@@ -5,12 +5,13 @@ Both share the weights of one random decoder. The fast one is the product's: cac
 sequence, path by path, for every node it is asked about.
 """
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.target import Prompts, Scores, Target
+from deft_policies.decoding.target import PassRow, Prompt, Scores, Target
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.model.graphs import StepRunner
 from deft_policies.model.llama import LlamaDecoder
@@ -53,36 +54,25 @@ def fast_target(decoder: LlamaDecoder) -> Target:
     return Target(decoder, ACTIONS)
 
 
-def random_prompts(decoder: LlamaDecoder, text_lengths: list[int], seed: int = 0) -> Prompts:
-    """Prompts of random embeddings with these many tokens beside the patches, right-padded."""
+def random_prompts(decoder: LlamaDecoder, text_lengths: list[int], seed: int = 0) -> list[Prompt]:
+    """Prompts of random embeddings with these many tokens beside the patches."""
     generator = torch.Generator().manual_seed(seed)
-    lengths = torch.tensor(text_lengths) + NUM_PATCHES
-    shape = (len(text_lengths), int(lengths.max()), decoder.sizes.width)
-    return Prompts(
-        embeds=torch.randn(shape, generator=generator),
-        lengths=lengths,
-        last_tokens=torch.randint(0, ACTIONS.first, (len(text_lengths),), generator=generator),
-        patches=slice(1, 1 + NUM_PATCHES),
-        features=torch.randn(len(text_lengths), 6, generator=generator),
-    )
+    longest = max(text_lengths) + NUM_PATCHES
+    shape = (len(text_lengths), longest, decoder.sizes.width)
+    embeds = torch.randn(shape, generator=generator)
+    last = torch.randint(0, ACTIONS.first, (len(text_lengths),), generator=generator).tolist()
+    patches = slice(1, 1 + NUM_PATCHES)
+    return [
+        Prompt(embeds[row, : length + NUM_PATCHES], last[row], patches)
+        for row, length in enumerate(text_lengths)
+    ]
 
 
-def one_row(prompts: Prompts, row: int) -> Prompts:
-    """A row of a batch as a batch of its own, without padding."""
-    length = int(prompts.lengths[row])
-    features = prompts.features
-    return replace(
-        prompts,
-        embeds=prompts.embeds[row : row + 1, :length],
-        lengths=prompts.lengths[row : row + 1],
-        last_tokens=prompts.last_tokens[row : row + 1],
-        features=None if features is None else features[row : row + 1],
-    )
-
-
-def greedy(decoder: LlamaDecoder, prompts: Prompts, length: int = LENGTH) -> list[tuple[int, ...]]:
+def greedy(
+    decoder: LlamaDecoder, prompts: Sequence[Prompt], length: int = LENGTH
+) -> list[tuple[int, ...]]:
     """What plain decoding answers for every row, by recomputing everything for every token."""
-    return [tuple(_greedy_row(decoder, one_row(prompts, row), length)) for row in _rows(prompts)]
+    return [tuple(_greedy_row(decoder, prompt, length)) for prompt in prompts]
 
 
 def next_token(decoder: LlamaDecoder, prompt: Tensor, tokens: list[int]) -> int:
@@ -91,98 +81,93 @@ def next_token(decoder: LlamaDecoder, prompt: Tensor, tokens: list[int]) -> int:
     return int(decoder.head(decoder(embeds[None])[0, -1]).argmax())
 
 
-def _greedy_row(decoder: LlamaDecoder, prompts: Prompts, length: int) -> list[int]:
+def _greedy_row(decoder: LlamaDecoder, prompt: Prompt, length: int) -> list[int]:
     tokens: list[int] = []
     while len(tokens) < length:
-        tokens.append(next_token(decoder, prompts.embeds[0], tokens))
+        tokens.append(next_token(decoder, prompt.embeds, tokens))
     return tokens
 
 
-def _rows(prompts: Prompts) -> range:
-    return range(prompts.embeds.shape[0])
-
-
 class TinyCache:
-    """Each row's committed inputs, and the tree that it was asked about last."""
+    """Each slot's inputs, position by position; nothing is computed before it is asked for."""
 
-    def __init__(self, decoder: LlamaDecoder) -> None:
-        self.decoder = decoder
-        self.inputs: dict[int, Tensor] = {}  # [position, width]
-        self.trees: dict[int, tuple[list[int], bool]] = {}  # tokens, and whether it rode
-        self.length = torch.zeros(64, dtype=torch.int64)  # set where a row has gone
+    def __init__(self) -> None:
+        self.inputs: dict[int, list[Tensor]] = {}  # [position] of [width]
 
-    def reserve(self, rows: int, length: int) -> None:
-        """It grows by itself."""
+    def keep(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        """Reads come before writes."""
+        found = [self.inputs[slot][source] for slot, source, _ in moves]
+        for (slot, _, target), one in zip(moves, found, strict=True):
+            self.inputs[slot][target] = one
 
-    def keep(self, path: Tensor, kept: Tensor | int, in_place: bool, first: int = 0) -> None:
-        counts = torch.as_tensor(kept).expand(len(path)).tolist()
-        for row, count in enumerate(counts, start=first):
-            tokens, rode = self.trees[row]
-            nodes = path[row - first, :count].tolist()[1 if rode else 0 :]
-            words = self.decoder.embedding(torch.tensor([tokens[node] for node in nodes]).long())
-            self.inputs[row] = torch.cat((self.inputs[row], words))
+    def clear(self, slot: int) -> None:
+        self.inputs.pop(slot, None)
 
 
 @dataclass(eq=False)
 class TinyTarget:
-    """The slow twin of `Target`."""
+    """The slow twin of `Target`: every node of every row is a sequence of its own."""
 
     decoder: LlamaDecoder
     action_tokens: TokenRange = ACTIONS
-    vocabulary: TokenRange = TokenRange(0, VOCABULARY - 1)
     num_tokens: int = VOCABULARY
     device: torch.device = CPU
-    reads_lengths: bool = True
+    captured: None = None
     runner: StepRunner = field(default_factory=StepRunner)
 
     def new_cache(self) -> TinyCache:
-        return TinyCache(self.decoder)
+        return TinyCache()
+
+    def set_aside(self, cache: TinyCache, widest: int, num_tokens: int) -> None:
+        """Nothing is captured."""
 
     def embed(self, tokens: Tensor) -> Tensor:
         embedded: Tensor = self.decoder.embedding(tokens)
         return embedded
 
     def logits(self, hidden: Tensor, tokens: TokenRange | None = None) -> Tensor:
-        wanted = tokens or self.vocabulary
         every: Tensor = self.decoder.head(hidden).float()
-        return every[..., wanted.first : wanted.last + 1]
+        return every if tokens is None else every[..., tokens.columns]
 
-    def prefill(
-        self, rows: TinyCache, first: int, prompts: Prompts, tree: DraftTree
-    ) -> tuple[Scores, Tensor]:
-        hidden = torch.zeros_like(prompts.embeds)
-        for row in _rows(prompts):
-            sequence = one_row(prompts, row).embeds[0]
-            rows.inputs[first + row] = sequence
-            hidden[row, : len(sequence)] = self.decoder(sequence[None])[0]
-        return self._score(rows, first, tree, num_skipped=1), hidden
-
-    def score(self, rows: TinyCache, tree: DraftTree) -> Scores:
-        return self._score(rows, 0, tree, num_skipped=0)
-
-    def _score(self, rows: TinyCache, first: int, tree: DraftTree, num_skipped: int) -> Scores:
-        """Every node of every row as a sequence of its own; padding behind it sees nothing."""
-        sequences = []
-        for row in _rows_of(tree):
-            rows.trees[first + row] = (tree.tokens[row].tolist(), num_skipped == 1)
-            for node in range(tree.num_nodes):
-                path = path_to(tree, row, node)[num_skipped:]
-                guessed = self.decoder.embedding(tree.tokens[row, path])
-                sequences.append(torch.cat((rows.inputs[first + row], guessed)))
+    def forward(self, cache: TinyCache, rows: Sequence[PassRow]) -> Scores:
+        sequences, first, prompts = list[Tensor](), list[int](), {}
+        for index, row in enumerate(rows):
+            if row.prompt is not None:
+                cache.inputs[row.slot] = list(row.prompt.embeds)
+                prompts[index] = self.decoder(row.prompt.embeds[None])[0]
+            words = list(self.decoder.embedding(torch.tensor(row.tree.tokens)))
+            if row.prompt is not None:
+                words[0] = row.prompt.embeds[-1]
+            inputs = cache.inputs[row.slot] = [*cache.inputs[row.slot][: row.start], *words]
+            first.append(len(sequences))
+            for node in range(row.tree.num_nodes):
+                path = [row.start + one for one in path_to(row.tree, node)]
+                sequences.append(
+                    torch.stack([*inputs[: row.start], *(inputs[one] for one in path)])
+                )
         padded = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
         ends = torch.tensor([len(one) - 1 for one in sequences])
         hidden = self.decoder(padded)[torch.arange(len(ends)), ends]
-        hidden = hidden.view(*tree.tokens.shape, -1)
-        return Scores(self.logits(hidden), hidden, tree.answers)
+        return scores_of(rows, hidden, self.logits(hidden), prompts)
 
 
-def _rows_of(tree: DraftTree) -> range:
-    return range(tree.tokens.shape[0])
+def scores_of(
+    rows: Sequence[PassRow],
+    hidden: Tensor,
+    logits: Tensor,
+    prompts: dict[int, Tensor] | None = None,
+) -> Scores:
+    """Scores of nodes that lie row behind row."""
+    sizes = [row.tree.num_nodes for row in rows]
+    first = [sum(sizes[:index]) for index in range(len(rows))]
+    answers = torch.tensor([row.number for row in rows for _ in row.tree.tokens])
+    best, sums = logits.argmax(dim=1), logits.sum(dim=1)
+    return Scores(logits, hidden, best, sums, answers, first, prompts or {})
 
 
-def path_to(tree: DraftTree, row: int, node: int) -> list[int]:
-    """Nodes from the root to `node`, both included, by walking up."""
+def path_to(tree: DraftTree, node: int) -> list[int]:
+    """Nodes from node 0 to `node`, both included, by walking up."""
     path = [node]
     while path[-1] != 0:
-        path.append(int(tree.parents[row, path[-1]]))
+        path.append(tree.parents[path[-1]])
     return path[::-1]

@@ -4,17 +4,17 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from deft_policies.decoding.acceptance.rule import AcceptanceRule, ScoredTree
+from deft_policies.decoding.acceptance.rule import DeviceRule, ScoredNodes
 
 
 @dataclass(frozen=True)
-class LikelyRule(AcceptanceRule):
+class LikelyRule(DeviceRule):
     """p(d) >= share * max p: the draft is at least `share` times as likely as the best token."""
 
     share: float = 0.5
     needs_space = False  # it reads probabilities, no distances
 
-    def accepts(self, scored: ScoredTree) -> Tensor:
+    def accepts(self, scored: ScoredNodes) -> Tensor:
         """Both sides speak of the token in the node's own place, as predicted at its parent."""
-        best = scored.expected_log_probs.amax(dim=2).exp()
-        return scored.relaxed_paths(scored.drafted_log_probs().exp() >= self.share * best)
+        best = scored.action_log_probs.amax(dim=1).exp()
+        return scored.drafted_log_probs.exp() >= self.share * best

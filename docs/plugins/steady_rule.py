@@ -1,21 +1,21 @@
-"""An acceptance rule of one's own: near misses stand, but only while the arm has just moved."""
+"""An acceptance rule of one's own: near misses stand, but only early in an episode."""
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from deft_policies.decoding.acceptance.rule import AcceptanceRule, ScoredTree
+from deft_policies.decoding.acceptance.rule import Guess, PathRule
+from deft_policies.decoding.sequence import Sequence
 
 
 @dataclass(frozen=True)
-class SteadyRule(AcceptanceRule):
+class SteadyRule(PathRule):
     """|d - t| <= limit, and nothing but t once `steps` steps of the episode have passed."""
 
     limit: int = 4
     steps: int = 40
 
-    def accepts(self, scored: ScoredTree) -> Tensor:
-        """Near all the way; tensors stay on the device, so that nobody waits for them."""
-        is_early = (scored.context.num_steps < self.steps)[:, None]
-        near = (scored.deviations.abs() <= self.limit) & is_early & scored.is_relaxable
-        return scored.whole_paths(scored.is_equal | near)
+    def accepts(self, path: Items[Guess], sequence: Sequence) -> bool:
+        """The last guess of the path is judged; all before it stand already."""
+        drafted, expected, _ = path[-1]
+        is_early = sequence.memory.num_steps < self.steps
+        return is_early and abs(drafted - expected) <= self.limit

@@ -4,38 +4,12 @@ The server owns it, hands it to a policy with a frame and gets the next one back
 any replica of a policy can answer any frame. Knows nothing of tensors.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 STEPS_KEPT = 32
 LONGEST_ANSWER = 4096  # tokens
 
 Tokens = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Average:
-    """A moving average of `count` samples; the first few weigh more."""
-
-    value: float = 0.0
-    count: int = 0
-
-    def with_sample(self, sample: float, weight: float) -> "Average":
-        """With another sample; `weight` is the newest one's share."""
-        count = self.count + 1
-        return Average(self.value + max(weight, 1.0 / count) * (sample - self.value), count)
-
-    def with_time(self, sample: float, weight: float) -> "Average":
-        """With a time. Other work makes times longer, never shorter.
-
-        So a longer one counts as at most twice the average, a shorter one has half of the weight,
-        and of the first two the shorter counts.
-        """
-        if self.count == 0:
-            return self.with_sample(sample, weight)
-        if self.count == 1:
-            return Average(min(self.value, sample), 2)
-        return self.with_sample(min(sample, 2 * self.value), 0.5 if sample < self.value else weight)
 
 
 @dataclass(frozen=True)
@@ -51,8 +25,6 @@ class SessionMemory:
     num_steps: int = 0
     noise: int = 0  # drawn by whoever opens the session, so that no two sample alike
     num_draws: int = 0  # actions decoded in the whole session: each draws noise of its own
-    # By the name of a plan: the passes after the prefill that it has needed lately.
-    passes_needed: Mapping[str, Average] = field(default_factory=dict)
     answer: Tokens = ()  # the last text
     target_answer: Tokens = ()  # the target's own tokens in it, where they differ
     executed_steps: int = 1  # of an answer, before the next frame

@@ -72,4 +72,5 @@ def scripted(
         )
     ]
     ours = ScriptedPolicy(policy, scripts, find_answers(policy, frames))
+    ours.warm_up()
     return [Contender(one.name, ours, one.name, want_reasoning=False) for one in scripts]

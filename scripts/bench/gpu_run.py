@@ -36,7 +36,7 @@ QUESTIONS: tuple[tuple[str, float, Callable[[Setting], Iterator[Row]]], ...] = (
     ("weights", 25, products.weights),
     ("products", 45, products.products),
     ("bits", 60, passes.bits),
-    ("passes", 30, passes.passes),
+    ("passes", 40, passes.passes),
     ("frames", 70, frames.frames),
     ("kernels", 25, passes.kernels),
     ("transformers", 40, frames.transformers),

@@ -59,10 +59,10 @@ def _choices(policy: VlaPolicy, model: TokenModel, seen: Observation) -> list[li
     """Of each number: the likeliest and the second bin, the odds of the first, entropy in bits."""
     target = model.target
     form = model.forms[policy.find_key(None)]
-    bins = target.action_tokens.first - target.vocabulary.first
+    bins = target.action_tokens.first
     with torch.inference_mode():
-        prompts = model.see([seen], StageClock(model.device))
-        logits = torch.stack(target.logits_along(prompts, form.max_tokens))
+        (prompt,) = model.see([seen], StageClock(model.device))
+        logits = torch.stack(target.logits_along(prompt, form.max_tokens))
         odds = torch.softmax(logits[:, bins : bins + len(target.action_tokens)].double(), dim=1)
     best = odds.topk(2, dim=1)
     bits = torch.special.entr(odds).sum(dim=1) / np.log(2)

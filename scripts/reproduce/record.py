@@ -172,37 +172,53 @@ class Replays:
         is_captured = policy.model.runner.reserve is not None
         if is_captured:  # before anything is answered without
             policy.warm_up([row.method for row in rows if row.is_method])
+        scripted = self._scripted(policy, rows)
         with ExitStack() as stack:
             opened = []
             for row in rows:
-                if (one := self._open(policy, row, frames, folder)) is not None:
+                if (one := self._open(policy, scripted, row, frames, folder)) is not None:
                     opened.append(one)
                     stack.callback(one.store.close)
-            methods = [one.contender.decoding for one in opened if one.contender.decoding]
+            ours = [one.contender for one in opened if one.contender.policy is policy]
+            methods = [one.decoding for one in ours if one.decoding]
             drafts = any(method != AUTOREGRESSIVE for method in methods)
             if folder == TIMED and drafts and not is_captured:
                 policy.warm_up(methods)  # as a server measures plans and widths at its start
             for key, seen in tqdm(frames.episodes(), unit="episode", desc=folder):
                 missing = [one for one in opened if not one.has(key)]
                 asked = [ReplayFrame(one, str(key)) for one in seen]
-                if any(isinstance(one.contender.policy, ScriptedPolicy) for one in missing):
+                if any(one.contender.policy is scripted for one in missing):
                     self._known.update(find_answers(policy, asked))
                 runs = replay([one.contender for one in missing], asked, 0)
                 for one, run in zip(missing, runs, strict=True):
                     one.store.append(_record(key, seen[0].instruction, run, folder == TIMED))
 
-    def _open(self, policy: VlaPolicy, row: Row, frames: FrameSet, folder: str) -> _Opened | None:
+    def _scripted(self, policy: VlaPolicy, rows: Sequence[Row]) -> ScriptedPolicy | None:
+        """One engine for all rows whose drafts are right to order: its passes are captured once."""
+        scripts = [_script(row) for row in rows if row.is_scripted]
+        if not scripts:
+            return None
+        scripted = ScriptedPolicy(policy, scripts, self._known)
+        scripted.warm_up()
+        return scripted
+
+    def _open(
+        self,
+        policy: VlaPolicy,
+        scripted: ScriptedPolicy | None,
+        row: Row,
+        frames: FrameSet,
+        folder: str,
+    ) -> _Opened | None:
         """The row, once it has answered a frame; None, and said why, where it cannot."""
         first = next(frames.episodes())[1][0]
         thinks = not policy.info.thinks_when_asked  # unless it always does, it acts at once
         contender = Contender(row.slug, policy, row.method, None, row.batch, thinks)
         try:
             if row.is_scripted:
+                assert scripted is not None
                 self._known.update(find_answers(policy, [ReplayFrame(first, "")]))
-                script = _script(row)
-                scripted = ScriptedPolicy(policy, [script], self._known)
-                scripted.warm_up()
-                contender = Contender(row.slug, scripted, want_reasoning=thinks)
+                contender = Contender(row.slug, scripted, row.slug, want_reasoning=thinks)
             if row.loop:
                 theirs = find_baseline(policy, row.loop)
                 contender = Contender(row.slug, theirs, want_reasoning=thinks)

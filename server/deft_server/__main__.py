@@ -13,7 +13,6 @@ COMMANDS = {
     "convert": Command(
         "deft_policies.commands.convert", "rewrite the pickles of an OFT fine-tune as safetensors"
     ),
-    "index": Command("deft_policies.commands.index", "store frames and actions to draft from"),
     "train": Command("deft_draft_training.__main__", "make draft heads and small policies"),
     "replay": Command(
         "deft_server.commands.replay", "run recorded frames through a policy and compare"

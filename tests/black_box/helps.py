@@ -16,7 +16,6 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "deft act": (SERVER, ("act",)),
     "deft bench": (SERVER, ("bench",)),
     "deft convert": (SERVER, ("convert",)),
-    "deft index": (SERVER, ("index",)),
     "deft replay": (SERVER, ("replay",)),
     "deft train": (SERVER, ("train",)),
     "deft train record": (SERVER, ("train", "record")),

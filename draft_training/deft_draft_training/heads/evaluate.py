@@ -28,11 +28,12 @@ from deft_draft_training.heads.target import FeatureTarget, load_target, parse_t
 from deft_draft_training.run_directory import SPLIT_FILE, read_config
 from deft_policies.commands.parse import target_flags
 from deft_policies.decoding import kinds
-from deft_policies.decoding.batch import AnswerSpec, Row
 from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.engine import DraftModels, Engine
 from deft_policies.decoding.methods import Method, find_method
 from deft_policies.decoding.plan import TreeShape
+from deft_policies.decoding.sequence import AnswerSpec
+from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.memory import SessionMemory
 from deft_policies.model.draft_heads import MedusaHeads
@@ -124,7 +125,7 @@ def _decode(
     model, memory = policy.token_model, SessionMemory()
     form = AnswerSpec.action(policy.action_space(None))
     for frame in frames:
-        clock, row = StageClock(model.device), Row(method, form, memory)
+        clock, row = StageClock(model.device), Answer(method, form, memory)
         engine.decode(model.see([frame], clock), [row], clock)
         memory = row.memory
         assert row.trace is not None

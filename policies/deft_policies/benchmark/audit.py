@@ -80,9 +80,7 @@ def audit(
     frames: Sequence[ReplayFrame],
     asked: ActOptions | None = None,
 ) -> AuditReport:
-    """Compare two policies of the same weights, token by token. Both see the whole vocabulary."""
-    if reference.options.action_rows_only or audited.options.action_rows_only:
-        raise ValueError("an audit compares the whole vocabulary")
+    """Compare two policies of the same weights, token by token."""
     flips: list[Flip] = []
     largest_logit = largest_error = 0.0
     num_tokens = num_outside = 0
@@ -121,7 +119,6 @@ def check_equal(run: Replay, plain: Replay, frames: Sequence[ReplayFrame]) -> Eq
     policy = run.contender.policy
     assert isinstance(policy, VlaPolicy)
     target = policy.token_model.target
-    first = target.vocabulary.first
     partings: list[Flip] = []
     for number, frame in enumerate(frames):
         wanted, found = (_tokens(one.answers[number]) for one in (plain, run))
@@ -132,7 +129,7 @@ def check_equal(run: Replay, plain: Replay, frames: Sequence[ReplayFrame]) -> Eq
         options = plain.contender.options(frame)
         logits = _logits(policy, frame, options, wanted[: position + 1])[position]
         best, other = wanted[position], found[position]
-        margin = float(logits[best - first] - logits[other - first])
+        margin = float(logits[best] - logits[other])
         partings.append(Flip(number, position, best, other, margin, -margin))
     return EqualityCheck(
         name=run.contender.name,
@@ -162,8 +159,7 @@ def describe(report: AuditReport) -> str:
         f"{report.largest_error:.4f})",
     ]
     if (num := report.num_outside_actions) is not None:
-        would = ": --action-rows-only would change them" if num else ""
-        lines.append(f"audit: {num} tokens lie outside the action range{would}")
+        lines.append(f"audit: {num} tokens lie outside the action range")
     for flip in report.flips:
         words = f"{flip.words}, " if flip.words else ""
         verdict = "FAULT" if flip in report.faults else "rounding"
@@ -201,6 +197,6 @@ def _logits(
     model = policy.model_for(options)
     assert isinstance(model, TokenModel)
     with torch.inference_mode():
-        prompts = model.see([frame.observation], StageClock(model.device))
+        (prompt,) = model.see([frame.observation], StageClock(model.device))
         form = model.forms[policy.find_key(frame.statistics_key)]
-        return model.target.logits_along(prompts, form.max_tokens, given, form.stop)
+        return model.target.logits_along(prompt, form.max_tokens, given, form.stop)

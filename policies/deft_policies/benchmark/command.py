@@ -10,6 +10,7 @@ from pathlib import Path
 from deft_client.commands.methods import method_text
 from deft_client.commands.program import CommandParser
 from deft_client.datasets.flags import add_camera_flag, read_cameras
+from deft_client.types import ActOptions
 from deft_policies.base import Policy
 from deft_policies.benchmark.audit import audit, check_equal
 from deft_policies.benchmark.replay import (
@@ -25,7 +26,7 @@ from deft_policies.benchmark.roofline import find_limits, has_limits, measure_ra
 from deft_policies.benchmark.summary import summarise_decoding, summarise_speed
 from deft_policies.benchmark.tables import Report
 from deft_policies.commands.parse import parse_command, run_command, target_flags
-from deft_policies.decoding.methods import AUTOREGRESSIVE, DEFAULT_METHOD, find_method
+from deft_policies.decoding.methods import AUTOREGRESSIVE, DEFAULT_METHOD
 from deft_policies.errors import PolicyError
 from deft_policies.families.loading import load_float32_twin, load_policy
 from deft_policies.families.model import TokenModel
@@ -128,7 +129,7 @@ def bench(
                 policy, contenders, frames, given.warm_ups, baseline, has_audit=given.audit
             )
             if given.audit:
-                whole = replace(policy.options, action_rows_only=False, has_graphs=False)
+                whole = replace(policy.options, has_graphs=False)
                 audited = load_policy(replace(whole, precision=Precision.BFLOAT16))
                 twin = load_float32_twin(whole)
                 found = audit(twin, audited, frames, contenders[0].options(frames[0]))
@@ -250,7 +251,7 @@ def _is_exact(contender: Contender) -> bool:
     """Whether it must answer what plain decoding answers."""
     if contender.decoding is None or not isinstance(contender.policy, VlaPolicy):
         return False
-    method = find_method(contender.decoding)
+    method = contender.policy.method_for(ActOptions(decoding=contender.decoding))
     is_greedy = method.temperature == 0.0
     return method.rule.is_exact and is_greedy and not contender.radius
 

@@ -229,7 +229,7 @@ def pass_costs(
     if trace is not None and trace.passes:
         nodes = [len(one.tokens) for one in trace.passes]
         kept = [one.committed_length for one in trace.passes]
-    head_rows, before, costs = len(model.target.vocabulary), 0, []
+    head_rows, before, costs = model.target.num_tokens, 0, []
     for num_nodes, committed in zip(nodes, kept, strict=True):
         behind = 0 if before else prompt - 1
         new = behind + num_nodes

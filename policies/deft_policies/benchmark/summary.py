@@ -14,9 +14,7 @@ from deft_client.measures.speed import SpeedUp, core_doubts, speed_up
 from deft_client.measures.statistics import Percentiles, percentiles
 from deft_client.types import DecodeTrace
 from deft_policies.benchmark.replay import Replay, ReplayFrame
-from deft_policies.decoding.acceptance.host_waits import find_wait
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
-from deft_policies.decoding.methods import find_method
 
 # Stage names as users know them, and their fields.
 STAGES = (
@@ -75,7 +73,6 @@ class Decoding:
     mean_mm: float
     mean_deg: float
     rule: str = ""  # with its numbers, and the plans that were used; empty where nothing drafts
-    wait: str | None = None  # the line of its rule that makes the host wait for the device
 
 
 def summarise_speed(run: Replay, frames: Sequence[ReplayFrame] = ()) -> Speed:
@@ -102,7 +99,7 @@ def summarise_speed(run: Replay, frames: Sequence[ReplayFrame] = ()) -> Speed:
 
 def summarise_decoding(run: Replay, plain: Replay, spaces: Sequence[ActionSpace]) -> Decoding:
     """Compare a run with plain decoding of the same frames; `spaces` is per frame."""
-    traces, method = [answer.chunk.trace for answer in run.answers], run.contender.decoding
+    traces = [answer.chunk.trace for answer in run.answers]
     reference = [answer.chunk.trace for answer in plain.answers]
     pairs = [
         (own, other, space)
@@ -125,7 +122,6 @@ def summarise_decoding(run: Replay, plain: Replay, spaces: Sequence[ActionSpace]
         mean_mm=_mean_distance(bins, moved, DimensionGroup.MOVE),
         mean_deg=_mean_distance(bins, moved, DimensionGroup.TURN),
         rule=_rule_of(own_traces),
-        wait=None if method is None else find_wait(find_method(method).rule),
     )
 
 

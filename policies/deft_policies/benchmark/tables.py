@@ -192,11 +192,6 @@ def first_table(report: Report) -> str:
     for one in report.decodings:
         if one.rule and not (one.speculation and any(one.speculation.drafted_by_token)):
             notes.append(f"{one.name}: nothing was drafted in any pass")
-        if one.wait is not None:
-            notes.append(
-                f"{one.name}: its rule makes the host wait for the device and runs outside "
-                f"captured rounds: {one.wait}"
-            )
     table = column_table(_columns(report.baseline), rows, aligned=True)
     return "\n".join([table, *notes])
 

@@ -1,9 +1,8 @@
-"""What drafts, on disk: directories of heads, `config.json` beside the weights, and indexes.
+"""Draft heads on disk: directories with `config.json` beside the weights.
 
 An EAGLE-style head has `pytorch_model.bin` (the published Spec-VLA layout) or `model.safetensors`
 (ours) with the same tensor names. Its shapes come from the tensors, because the published
-configuration does not tell them all. Medusa's heads are in our layout alone. A retrieval index is
-one file.
+configuration does not tell them all. Medusa's heads are in our layout alone.
 """
 
 import json
@@ -12,7 +11,6 @@ from enum import Enum
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from deft_policies.checkpoint.fields import JsonFields
@@ -20,18 +18,15 @@ from deft_policies.checkpoint.tensor_file import (
     describe_misfits,
     fill_module,
     read_tensors,
-    require_finite,
     shapes_of,
     write_tensors,
 )
-from deft_policies.decoding.drafts.retrieval import RetrievalIndex
 from deft_policies.errors import CheckpointError
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads, head_sizes
 from deft_policies.model.sizes import LlamaSizes
 from deft_policies.model.tensor_names import layer_places
 
 _MEDUSA_FORMAT = "deft-medusa-1"
-_INDEX_FORMAT = "deft-retrieval-1"
 _MOST_HEADS = 64
 _LAYER = "layers.0."
 _ATTENTION = _LAYER + "self_attn."
@@ -176,37 +171,3 @@ def load_medusa(directory: Path, width: int, like: Tensor) -> MedusaHeads:
         heads = MedusaHeads(width, config.count("num_heads", _MOST_HEADS))
     fill_module(heads, read_tensors(path), path, "export the heads again")
     return heads.to(like.device, like.dtype)
-
-
-def save_index(index: RetrievalIndex, path: Path) -> None:
-    """Write one safetensors file, whole or not at all."""
-    tensors = {"keys": index.keys.half(), "actions": index.actions.int()}
-    partial = path.with_name(path.name + ".partial")
-    write_tensors(
-        tensors, partial, metadata={"format": _INDEX_FORMAT, "fingerprint": index.fingerprint}
-    )
-    partial.replace(path)
-
-
-def load_index(path: Path, fingerprint: str, device: torch.device) -> RetrievalIndex:
-    """Read an index that was made with the target of this fingerprint."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            names = set(file.keys())
-            if metadata.get("format") != _INDEX_FORMAT or not {"keys", "actions"} <= names:
-                raise CheckpointError(
-                    f"{path} is not a retrieval index of format {_INDEX_FORMAT!r}"
-                )
-            keys, actions = file.get_tensor("keys"), file.get_tensor("actions")
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read as a retrieval index: {error}") from error
-    require_finite("keys", keys, path)
-    if metadata.get("fingerprint") != fingerprint:
-        raise CheckpointError(
-            f"{path} was built with model {metadata.get('fingerprint')!r}, but this one is "
-            f"{fingerprint!r}: its features mean something else here; build the index again"
-        )
-    # Half-precision products are slow on a CPU; there the index is held in float32.
-    wide = keys.to(device, torch.float16 if device.type == "cuda" else torch.float32)
-    return RetrievalIndex(wide, actions.to(device, torch.int64), fingerprint)

@@ -281,20 +281,28 @@ def check_memory(
     device: torch.device,
     dtype: torch.dtype,
     quantization: Quantization,
-) -> int:
-    """What such a model needs: weights, the largest tensor on its way there, and room to work.
+    planned: Mapping[str, int] | None = None,
+) -> dict[str, int]:
+    """Bytes that such a model needs, by what for: `planned` says what passes set aside.
 
     Raises `DeviceError` if the device has less; where it cannot say, nothing is refused.
     """
     weights = weight_bytes(places, device, dtype, quantization)
     used = [place for place in places if place.parameter is not None]
     largest = max(math.prod(place.shape) for place in used) * dtype.itemsize
-    need = weights + largest + max(_WORKING_BYTES, int(_WORKING_SHARE * weights))
-    free = find_free_bytes(device)
-    if free is not None and need > free:
+    room = largest + max(_WORKING_BYTES, int(_WORKING_SHARE * weights))
+    if planned:  # the largest tensor is on its way before they are set aside
+        need = {"weights": weights, **planned, "room to work": max(largest, _WORKING_BYTES)}
+    else:
+        need = {"weights": weights, "room to work": room}
+    free, total = find_free_bytes(device), sum(need.values())
+    if free is not None and total > free:
+        parts = ", ".join(f"{size / _GIB:.1f} of {name}" for name, size in need.items())
+        smaller = "a smaller --largest-batch, " if planned else ""
         raise DeviceError(
-            f"the model needs about {need / _GIB:.1f} GiB on {device}, "
-            f"{free / _GIB:.1f} GiB are free; use bfloat16 or a quantization, or a larger device"
+            f"the model needs about {total / _GIB:.1f} GiB on {device} ({parts}), "
+            f"{free / _GIB:.1f} GiB are free; use bfloat16 or a quantization, {smaller}or a "
+            "larger device"
         )
     return need
 

@@ -22,41 +22,41 @@ class Stage(Enum):
 
 
 Mark = float | torch.cuda.Event
-Lap = tuple[Stage, Mark, Mark]  # what was done, from when to when
+Span = tuple[Stage, Mark, Mark]  # what was done, from when to when
 
 
 class StageClock:
-    """Adds up time by stage, lap by lap, without making the host wait for the device.
+    """Adds up time by stage, span by span, without making the host wait for the device.
 
-    On a CUDA device a lap is between events in the stream; events are read when timings are asked
-    for, after the last token has been.
+    On a CUDA device a span is between events in the stream; events are read when timings are asked
+    for, after the last token has been read.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        self._laps: list[Lap] = []
+        self._spans: list[Span] = []
         self._num_taken = 0
         self._last = self._mark()
 
-    def skip(self) -> None:
-        """Start the next lap now; what passed since the last one belongs to no stage."""
+    def restart(self) -> None:
+        """Restart the timer: time since the last mark belongs to no stage."""
         self._last = self._mark()
 
-    def lap(self, stage: Stage) -> None:
-        """Book the time since the last mark."""
+    def record(self, stage: Stage) -> None:
+        """Add the time since the last mark to a stage."""
         start, self._last = self._last, self._mark()
-        self._laps.append((stage, start, self._last))
+        self._spans.append((stage, start, self._last))
 
-    def take_laps(self) -> list[Lap]:
-        """The laps since this was last asked: those of one pass."""
-        taken = self._laps[self._num_taken :]
-        self._num_taken = len(self._laps)
+    def pop_spans(self) -> list[Span]:
+        """The spans since this was last asked: those of one pass."""
+        taken = self._spans[self._num_taken :]
+        self._num_taken = len(self._spans)
         return taken
 
     def timings(self) -> StageTimings:
         """The sums by stage."""
         sums = dict.fromkeys((stage.value for stage in Stage), 0.0)
-        for stage, *marks in self._laps:
+        for stage, *marks in self._spans:
             sums[stage.value] += milliseconds(*marks)
         return StageTimings(total_ms=sum(sums.values()), **sums)
 

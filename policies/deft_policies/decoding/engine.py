@@ -1,268 +1,359 @@
-"""The engine: answers of any length, decoded together in as few target passes as it takes.
+"""The engine: a pool of slots, and one target pass a round for all answers, whatever their methods.
 
-`start` hands answers in, `step` plays one round of every batch and returns what has ended, `cancel`
-lets go of one between two rounds; `Round` is a round. Plain decoding is the same loop with trees
-that are only a root.
-
-Here it is decided who decodes with whom: by which plan of its method, as its guard chooses, and in
-which batch.
+`start` takes answers in, `step` plays one round and returns those that have ended, `cancel` lets go
+of one between two rounds. Plain decoding is the same round with trees that are only a root. The
+host owns every answer (`Sequence`); the device holds weights, keys and values.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+import logging
+import time
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import EntryPoint
 
 import torch
 
 from deft_policies.decoding import kinds
-from deft_policies.decoding.batch import AnswerSpec, Batch, Row
-from deft_policies.decoding.clock import Stage, StageClock
-from deft_policies.decoding.drafts import DraftSource, PluginSource, heads, session
+from deft_policies.decoding.accept import accept
+from deft_policies.decoding.captured import UNREAD, shapes_of
+from deft_policies.decoding.clock import Span, Stage, StageClock
+from deft_policies.decoding.drafts import DraftSource, Guesses, ModelSource, PluginSource, heads
+from deft_policies.decoding.drafts import session as of_session
 from deft_policies.decoding.drafts.numbers import PreviousNumbers
 from deft_policies.decoding.drafts.previous_answer import PreviousAnswer
-from deft_policies.decoding.drafts.retrieval import Retrieval, RetrievalIndex
 from deft_policies.decoding.drafts.small_model import SmallModelDrafts
-from deft_policies.decoding.guard import Choice, Guard
-from deft_policies.decoding.methods import AUTOREGRESSIVE, Method
-from deft_policies.decoding.plan import OUR_PLANS, PLAIN, KeyMask, Plan, RopeOffset
+from deft_policies.decoding.guard import Choice, Guard, Price, best_width
+from deft_policies.decoding.methods import Method
+from deft_policies.decoding.plan import (
+    NUMBER_PLANS,
+    PLAIN,
+    TEXT_PLANS,
+    UNNAMED,
+    KeyMask,
+    Plan,
+    RopeOffset,
+)
 from deft_policies.decoding.plugins import find_plugins
-from deft_policies.decoding.steps import BatchSteps, Maker
-from deft_policies.decoding.target import Prompts, Target, bucket
+from deft_policies.decoding.read import Reading
+from deft_policies.decoding.sampling import noise_key
+from deft_policies.decoding.sequence import AnswerSpec, Sequence
+from deft_policies.decoding.target import PassRow, Prompt, Scores, Target
+from deft_policies.decoding.trace import PassRecord
+from deft_policies.decoding.tree import DraftTree, merge
 from deft_policies.errors import NotFiniteError, RequestError
 from deft_policies.memory import STEPS_KEPT, SessionMemory
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads
-from deft_policies.model.kv_cache import STRIP
+from deft_policies.model.kv_cache import Move
+from deft_policies.model.staging import to_device
 
-WIDEST = 64  # nodes of a tree
-_MOST_ROWS = 8  # that a batch is made for, unless more begin at once
-_WARM_UP_RUNS = 3
+_log = logging.getLogger(__name__)
+Maker = Callable[[], DraftSource]
+WIDEST = 64  # nodes of a tree of actions
+MOST_AHEAD = 2  # passes that the host has not read, of answers that draft nothing
+_MOST_PREFILL_SOURCES = 3
+_WIDTHS = (1, 8, 16, 32, 64, 128)  # of passes over text that are timed
+_STEADY_WIDTH = 32  # nodes of a later pass over text where the answer depends on it
+_WARM_UP_RUNS = 4
 _WARM_UP_TOKENS = 8  # of a text
 _GUARDS_KEPT = 128
 # Tokens between two edits of an old answer: a pass with the widest drafts of the golden sessions
 # writes 8 of a text, and one of a taught policy that writes numbers 5 or 6.
 _EDITS_APART, _NUMBERS_APART = 7, 4
-# What drafts text where a method leaves it to us: actions of the past say nothing of it.
-_TEXT = Plan("previous-answer", (kinds.PREVIOUS_ANSWER,), (kinds.PREVIOUS_ANSWER,))
-_NUMBERS = Plan("previous-numbers", (kinds.PREVIOUS_NUMBERS,), (kinds.PREVIOUS_NUMBERS,))
 
 
 @dataclass(frozen=True)
 class DraftModels:
-    """What drafts with weights or data of its own; None for what is not there."""
+    """What drafts with weights of its own; None for what is not there."""
 
     head: EagleHead | None = None
     rope_offset: RopeOffset = RopeOffset.CORRECT
     key_mask: KeyMask = KeyMask.CAUSAL
     medusa: MedusaHeads | None = None
-    index: RetrievalIndex | None = None
     small_model: Target | None = None
 
     def makers(self, target: Target) -> dict[str, Maker]:
-        """What makes a source for one batch, as a method runs it, of every kind that can be had."""
+        """What makes the source of every kind that needs no engine."""
         makers: dict[str, Maker] = {
-            kinds.PREVIOUS: lambda method: session.PreviousAction(),
-            kinds.EXTRAPOLATION: lambda method: session.Extrapolation(target.action_tokens),
-            kinds.NGRAM: lambda method: session.NgramLookup(),
-            kinds.RECYCLED: lambda method: session.JacobiDrafts(),
-            kinds.PREVIOUS_ANSWER: lambda method: PreviousAnswer(target),
-            kinds.PREVIOUS_NUMBERS: lambda method: PreviousNumbers(target),
-            kinds.TOKEN_RECYCLING: lambda method: session.TokenRecycling(target),
+            kinds.PREVIOUS: of_session.PreviousAction,
+            kinds.EXTRAPOLATION: lambda: of_session.Extrapolation(target.action_tokens),
+            kinds.NGRAM: of_session.NgramLookup,
+            kinds.RECYCLED: of_session.JacobiDrafts,
+            kinds.TOKEN_RECYCLING: lambda: of_session.TokenRecycling(target),
         }
-        if (index := self.index) is not None:
-            makers[kinds.RETRIEVAL] = lambda method: Retrieval(index)
         if (medusa := self.medusa) is not None:
-            makers[kinds.MEDUSA] = lambda method: heads.MedusaDrafts(medusa, target)
+            makers[kinds.MEDUSA] = lambda: heads.MedusaDrafts(medusa, target)
         if (head := self.head) is not None:
-            makers[kinds.HEAD] = lambda method: heads.EagleDrafts(
-                head, target, method, self.rope_offset, self.key_mask
+            makers[kinds.HEAD] = lambda: heads.EagleDrafts(
+                head, target, self.rope_offset, self.key_mask
             )
         if (model := self.small_model) is not None:
-            makers[kinds.SMALL_MODEL] = partial(SmallModelDrafts, model, target)
+            makers[kinds.SMALL_MODEL] = lambda: SmallModelDrafts(model, target)
         return makers
+
+
+@dataclass
+class _Pass:
+    """A pass of the target for some answers, until it is committed."""
+
+    sequences: list[Sequence]
+    trees: list[DraftTree]
+    rows: list[PassRow]
+    scores: Scores
+    reading: Reading
+    is_prefill: bool
+    spans: list[Span]
 
 
 class Engine:
     """Decodes answers by any methods over one target. Used by one thread."""
 
     def __init__(
-        self, target: Target, models: DraftModels | None = None, widest: int = WIDEST
+        self,
+        target: Target,
+        models: DraftModels | None = None,
+        widest: int = WIDEST,
+        longest_answer: int = WIDEST,
     ) -> None:
+        """`widest` bounds the nodes of a tree over text.
+
+        Where passes are captured, memory is set aside for answers of `longest_answer` tokens.
+        """
         self.target = target
+        self.cache = target.new_cache()
+        self.captured = target.set_aside(self.cache, widest, longest_answer + 1)
+        self.sequences: list[Sequence] = []  # that have begun, by slot
+        self._waiting: list[Sequence] = []  # for their prefill
+        self._unread: list[_Pass] = []  # passes that the host has not read, the oldest first
         self._widest = widest
         self._makers = (models or DraftModels()).makers(target)
-        # Sources of packages by name, once they are made, and why others could not be made.
-        self._plugins: dict[str, PluginSource] = {}
-        self._broken: dict[str, str] = {}
+        self._makers[kinds.PREVIOUS_ANSWER] = lambda: PreviousAnswer(widest, self._width_of)
+        self._makers[kinds.PREVIOUS_NUMBERS] = lambda: PreviousNumbers(widest, self._width_of)
         for name, found in find_plugins(kinds.SOURCES).items():
-            self._makers[name] = partial(self._plugin_source, found)
-        self._rounds: dict[Batch, BatchSteps] = {}  # what each batch plays
-        self._captured: list[BatchSteps] = []
+            self._makers[name] = partial(PluginSource, found, target)
+        self._sources: dict[str, DraftSource] = {}  # by kind, made when first asked for
+        self._broken: dict[str, RequestError] = {}  # sources that could not be made
         # By a method's text, its rule and an action's tokens (0: a text); the last used comes last.
         self._guards: dict[tuple[str, str, int], Guard] = {}
+        self._prices: dict[Plan, Price] = {}  # measured before anybody waits
+        self.text_width = widest  # nodes of a later pass over text, of exact methods with a guard
 
     @property
-    def rows(self) -> list[Row]:
-        """The answers that are on their way."""
-        return [row for one in self._rounds for row in one.running]
+    def rows(self) -> list[Sequence]:
+        """The answers that have not ended."""
+        return [*self.sequences, *self._waiting]
 
-    @property
-    def _playing(self) -> list[BatchSteps]:
-        return [one for one in self._rounds.values() if one.batch.running]
+    def start(self, prompts: Items[Prompt], sequences: Items[Sequence]) -> None:
+        """Take in answers, a prompt each; `RequestError` for what cannot be done.
 
-    def start(self, prompts: Prompts, rows: Sequence[Row]) -> None:
-        """Take in answers, a row of `prompts` each; `RequestError` for what cannot be done.
-
-        Where one cannot begin none does. Those of one method and length begin together, by one
-        plan. No two rows may share a memory.
+        Where one cannot begin none does. No two may share a memory.
         """
-        groups: list[list[int]] = []
-        for index, row in enumerate(rows):
-            self.check(row)
-            alike = [one for one in groups if _is_alike(rows[one[0]], row)]
-            if alike:
-                alike[0].append(index)
-            else:
-                groups.append([index])
-        try:
-            for members in groups:
-                self._begin(prompts.take(members), [rows[index] for index in members])
-        except BaseException:
-            for row in rows:
-                self.cancel(row)
-            raise
+        for sequence in sequences:
+            self.check(sequence)
+        for prompt, sequence in zip(prompts, sequences, strict=True):
+            self._prepare(sequence, prompt)
+        self._waiting += sequences
 
-    def step(self, clock: StageClock, first: Collection[Row] = ()) -> list[Row]:
-        """Play one round of every answer; those that have ended, with trace and memory.
+    def step(self, clock: StageClock, first: Collection[Sequence] = ()) -> list[Sequence]:
+        """Play one round of all answers; those that have ended, with trace and memory.
 
-        Where `first` names some, batches that hold none of them sit this round out. An answer that
-        is not `is_finite` means nothing.
+        Where `first` names some, the others sit this round out. An answer that is not `is_finite`
+        means nothing.
         """
-        playing = self._playing
-        hurried = [one for one in playing if any(row in first for row in one.batch.running)]
-        return [self._finish(row, one) for one in hurried or playing for row in one.step(clock)]
+        active = [one for one in self.sequences if not first or one in first]
+        ended = self._round(active, clock) if active else []
+        joining = [one for one in self._waiting if not first or one in first]
+        if joining := self._take_slots(joining):
+            ended += self._round(joining, clock)
+        return [self._finish(one) for one in ended]
 
-    def cancel(self, row: Row) -> None:
-        """Let go of an answer between two rounds; nothing where it has ended."""
-        for one in self._playing:
-            if row in one.batch.rows:
-                row.is_done = True
-                row.beside.remove(row)
-                one.let_go(row)
+    def _round(self, active: list[Sequence], clock: StageClock) -> list[Sequence]:
+        """Draft, verify, accept, commit: one pass of the target for all. Those that have ended.
 
-    def decode(self, prompts: Prompts, rows: Sequence[Row], clock: StageClock) -> None:
-        """Decode answers to their end; `NotFiniteError` if the model's numbers mean nothing."""
-        self.start(prompts, rows)
-        self._play(rows, clock)
-        num_broken = sum(not row.is_finite for row in rows)
-        if num_broken:
-            raise NotFiniteError(
-                f"the model's logits hold NaN or infinity in {num_broken} of {len(rows)} answers; "
-                "its weights or its number format are broken, nothing was answered"
+        A prefill is the same, with the prompts before the trees.
+        """
+        clock.pop_spans()  # what came before, as seeing, is no pass
+        runs_ahead = self.captured is not None and all(map(_needs_no_reading, active))
+        if self._unread and (not runs_ahead or self._unread[-1].sequences != active):
+            self._read_behind(0)
+        trees = self._draft(active)
+        clock.record(Stage.DRAFT)
+        rows = [self._row(one, tree) for one, tree in zip(active, trees, strict=True)]
+        is_prefill = rows[0].prompt is not None
+        scores = self.target.forward(self.cache, rows)
+        clock.record(Stage.PREFILL if is_prefill else Stage.VERIFY)
+        self._keep_patches(active, rows, scores)
+        reading = Reading(active, trees, scores)
+        round_ = _Pass(active, trees, rows, scores, reading, is_prefill, clock.pop_spans())
+        if runs_ahead:
+            for one in active:
+                one.num_unread += 1
+            self._unread.append(round_)
+            self._read_behind(MOST_AHEAD)
+        else:
+            self._commit(round_)
+            clock.record(Stage.JUDGE)
+            self._observe(round_)
+            clock.record(Stage.COMMIT)
+            round_.spans += clock.pop_spans()
+        return [one for one in active if one.is_done]
+
+    def _read_behind(self, most: int) -> None:
+        """Read the oldest passes that the host has not read, until at most so many are left."""
+        while len(self._unread) > most:
+            oldest = self._unread.pop(0)
+            for one in oldest.sequences:
+                one.num_unread -= 1
+            self._commit(oldest)
+
+    def _commit(self, last: "_Pass") -> None:
+        """Accept a path of every tree, commit its tokens, and keep its nodes in the cache."""
+        moves: list[Move] = []
+        found = last.reading.finish()
+        columns = zip(last.sequences, last.trees, last.rows, found, strict=True)
+        for index, (sequence, tree, row, one) in enumerate(columns):
+            if sequence.slot < 0:  # released since
+                continue
+            if tree.tokens == [UNREAD]:
+                tree.tokens = sequence.tokens[-1:]
+            path, bonus = accept(sequence, tree, one)
+            spans = last.spans
+            record = PassRecord(last.is_prefill, tree, one.predictions, path, bonus, spans)
+            sequence.commit(tree, path, bonus, one, record)
+            if sequence.wants_log_probs:
+                _note_log_probs(sequence, tree, last.scores.logits[last.scores.nodes(index, tree)])
+            if sequence.grammar is not None and not sequence.is_done:
+                sequence.extend(sequence.grammar.forced(sequence.tokens))
+            start = row.start
+            moves += [
+                (sequence.slot, start + node, start + at)
+                for at, node in enumerate(path)
+                if node != at
+            ]
+        self.cache.keep(moves)
+
+    def _keep_patches(self, active: Items[Sequence], rows: Items[PassRow], scores: Scores) -> None:
+        """Keep the hidden states of image patches for rules that read them."""
+        for index, (sequence, row) in enumerate(zip(active, rows, strict=True)):
+            if row.prompt is not None and sequence.method.rule.needs_patches:
+                sequence.patches = scores.prompts[index][row.prompt.patches].clone()
+
+    def _draft(self, active: list[Sequence]) -> list[DraftTree]:
+        """A tree for every answer, of all that its sources guess. Each source is asked once."""
+        asked: dict[DraftSource, list[Sequence]] = {}
+        for sequence in active:
+            for source in _sources_of(sequence):
+                asked.setdefault(source, []).append(sequence)
+        guessed: dict[tuple[DraftSource, int], Guesses] = {}
+        for source, some in asked.items():
+            for sequence, guesses in zip(some, source.draft_all(some), strict=True):
+                guessed[source, sequence.number] = guesses
+        return [
+            merge(
+                _pending(sequence),
+                [
+                    (source.kind, _cut(guessed[source, sequence.number], sequence.num_missing))
+                    for source in _sources_of(sequence)
+                ],
+                self._widest_of(sequence),
             )
+            for sequence in active
+        ]
 
-    def _play(self, rows: Sequence[Row], clock: StageClock) -> None:
-        left = {id(row) for row in rows}
+    def _row(self, sequence: Sequence, tree: DraftTree) -> PassRow:
+        """What an answer brings to a pass. Node 0 of a prefill is the prompt's last token."""
+        prompt = None if sequence.records else sequence.prompt
+        cached = sequence.num_cached + sequence.num_unread
+        start = sequence.num_prompt + cached - (prompt is not None)
+        needs_patches = sequence.method.rule.needs_patches
+        keeps = needs_patches or any(
+            isinstance(source, ModelSource) and source.reads_prompts
+            for source in sequence.round_sources
+        )
+        is_action = sequence.spec.is_action
+        return PassRow(sequence.slot, start, tree, sequence.number, is_action, prompt, keeps)
+
+    def _observe(self, last: "_Pass") -> None:
+        """Let models that draft look at what the target computed, of answers that go on."""
+        for index, sequence in enumerate(last.sequences):
+            prompt = last.rows[index].prompt
+            nodes = last.scores.nodes(index, last.trees[index])
+            watching = [one for one in sequence.round_sources if isinstance(one, ModelSource)]
+            for source in () if sequence.is_done else watching:
+                if prompt is not None and source.reads_prompts:
+                    source.observe_prompt(sequence, prompt, last.scores.prompts[index])
+                source.observe(sequence, last.scores.hidden[nodes], last.scores.logits[nodes])
+
+    def _take_slots(self, joining: Items[Sequence]) -> list[Sequence]:
+        """Give each the lowest free slot, as long as there are any; those that have one now."""
+        taken = {one.slot for one in self.sequences}
+        passes = self.captured
+        most = len(taken) + len(joining) if passes is None else passes.num_slots
+        free = [slot for slot in range(most) if slot not in taken]
+        begun = list(joining[: len(free)])
+        for sequence, slot in zip(begun, free, strict=False):
+            sequence.slot = slot
+            self._waiting.remove(sequence)
+        self.sequences = sorted([*self.sequences, *begun], key=lambda one: one.slot)
+        return begun
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Let go of an answer between two rounds; nothing where it has ended."""
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+        elif sequence in self.sequences:
+            self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Free the answer's slot; others keep theirs."""
+        self.sequences.remove(sequence)
+        if not sequence.is_finite:
+            self.cache.clear(sequence.slot)
+        for source in sequence.sources:
+            if isinstance(source, ModelSource):
+                source.release(sequence)
+        sequence.prompt, sequence.slot = None, -1
+        sequence.notes.clear()
+
+    def _finish(self, sequence: Sequence) -> Sequence:
+        """Release an answer that has ended, with trace and memory; its guard learns from it."""
+        if sequence.wants_log_probs:
+            _read_log_probs(sequence)
+        had_history = _has_history(sequence)
+        self._release(sequence)
+        if sequence.guard is not None and had_history and sequence.is_finite:
+            sequence.guard.learn(sequence.choice.plan, sequence.num_passes - 1)
+        sequence.finish()
+        return sequence
+
+    def decode(self, prompts: Items[Prompt], sequences: Items[Sequence], clock: StageClock) -> None:
+        """Decode answers to their end; `NotFiniteError` if the model's numbers mean nothing."""
+        self.start(prompts, sequences)
+        left = {one.number for one in sequences}
         try:
             while left:
-                left -= {id(row) for row in self.step(clock)}
+                left -= {one.number for one in self.step(clock)}
         except BaseException:
-            for row in rows:
-                self.cancel(row)
+            for one in sequences:
+                self.cancel(one)
             raise
-
-    def _finish(self, row: Row, played: BatchSteps) -> Row:
-        """Let go of an answer that has ended, with trace and memory; its guard learns from it.
-
-        One that is not finite has neither, and nobody learns from it.
-        """
-        if not row.is_finite:
-            played.let_go(row)
-            return row
-        num_tokens = min(len(row.tokens), row.spec.max_tokens)
-        margins: list[float] = []
-        if row.wants_margins:
-            margins = played.batch.margins[row.slot, :num_tokens].tolist()
-        if row.wants_log_probs:
-            row.log_probs = tuple(played.batch.log_probs[row.slot, :num_tokens].tolist())
-        row.finish(margins)
-        played.let_go(row)
-        if row.guard is not None:
-            _learn_passes(row.guard, row)
-            if row.beside and all(one.is_done for one in row.beside):
-                # The longest was there all the time.
-                records = max((one.records for one in row.beside), key=len)
-                passes = [(one.num_nodes, one.ms(*Stage)) for one in records]
-                row.guard.learn(row.choice, len(row.beside), passes)
-                row.beside.clear()
-        return row
-
-    def warm_up(self, prompts: Prompts, method: Method, spec: AnswerSpec) -> None:
-        """Run every plan of a method on a batch that nobody waits for: the guard learns costs.
-
-        In turn, so that other work on the machine slows all of them down alike.
-        """
-        if spec.stop is not None:
-            apart = _NUMBERS_APART if spec.numbers_in_row else _EDITS_APART
-            self.target.measure_width(prompts, self._widest, apart)
-        plans = dict.fromkeys((*self._plans_for(method, spec), PLAIN))
-        if not spec.is_action:
-            spec = replace(spec, max_tokens=min(_WARM_UP_TOKENS, spec.max_tokens))
-        for _ in range(_WARM_UP_RUNS):
-            for plan in plans:
-                rows = [_blank_row(method, spec, STEPS_KEPT) for _ in prompts.lengths]
-                self._begin(prompts, rows, plan)
-                self._play(rows, StageClock(self.target.device))
-
-    def capture(self, method: Method, batches: Sequence[Prompts], spec: AnswerSpec) -> None:
-        """Capture all rounds that a method may need for answers like these.
-
-        `batches` are of each size that is captured. What is captured runs several times: nobody may
-        wait for any answer meanwhile.
-        """
-        plans = self._plans_for(method, spec)
-        for plan in dict.fromkeys((*plans, PLAIN)) if method.is_guarded else plans[:1]:
-            drafts = [self._makers[kind](method) for kind in plan.rounds]
-            for num_steps in sorted({0, *(one.least_steps for one in drafts)}):
-                for prompts in batches:
-                    rows = [_blank_row(method, spec, num_steps) for _ in prompts.lengths]
-                    self._capture(prompts, rows, plan)
-
-    def _capture(self, prompts: Prompts, rows: list[Row], plan: Plan) -> None:
-        method = self._prepare(rows, Choice(plan.name, ""), plan)
-        reserve = self.target.runner.reserve
-        if reserve is None:
-            return
-        made = [one for one in self._rounds if one.longest]
-        batch = next((one for one in made if self._fits(one, prompts, rows)), None)
-        if batch is None:
-            longest = reserve.padded(reserve.longest)
-            batch = self._new_batch(reserve.batches[0], prompts, rows, longest)
-        played = self._switch(batch, method, plan)
-        played.capture(rows, prompts)
-        if played not in self._captured:
-            self._captured.append(played)
-
-    def _plugin_source(self, found: EntryPoint, method: Method) -> DraftSource:
-        """A package's source for one batch. It is made on the first call, and never again."""
-        if found.name not in self._plugins:
-            try:
-                with torch.inference_mode():
-                    self._plugins[found.name] = PluginSource(found, self.target)
-            except RequestError as error:
-                self._broken[found.name] = str(error)
-                raise
-        return self._plugins[found.name].for_a_batch()
+        num_broken = sum(not one.is_finite for one in sequences)
+        if num_broken:
+            raise NotFiniteError(
+                f"the model's logits hold NaN or infinity in {num_broken} of {len(sequences)} "
+                "answers; its weights or its number format are broken, nothing was answered"
+            )
 
     def plans(self, method: Method) -> tuple[Plan, ...]:
         """Those of a method's plans whose sources are there; plain decoding if none.
 
-        Raises `RequestError` when the method cannot do without a source that is missing. Looks at
-        names alone: may run on any thread.
+        Raises `RequestError` when the method cannot do without a source that is missing, or that
+        could not be made. Makes no source: any thread may ask.
         """
         for kind in method.required & self._broken.keys():
-            raise RequestError("drafts", self._broken[kind])
-        missing = method.required - self._makers.keys()
+            raise self._broken[kind]
+        known = self._makers.keys()
+        missing = method.required - known
         if missing:
             names = ", ".join(sorted(missing))
             raise RequestError(
@@ -271,148 +362,85 @@ class Engine:
                 "head (--draft-head DIR), a draft model (--draft-model DIR) or whatever they need, "
                 "or choose another method",
             )
-        return tuple(plan for plan in method.plans if plan.kinds <= self._makers.keys()) or (PLAIN,)
+        return tuple(plan for plan in method.plans if plan.kinds <= known) or (PLAIN,)
 
-    def check(self, row: Row) -> None:
-        """Raise `RequestError` for an answer that cannot be decoded as it is asked for.
-
-        May run on any thread. What a package's source is good for shows when it is first used.
-        """
-        self.plans(row.method)
-        rule, numbers = row.method.rule, row.spec.numbers_in_row
+    def check(self, sequence: Sequence) -> None:
+        """Raise `RequestError` for an answer that cannot be decoded as it is asked for."""
+        self.plans(sequence.method)
+        rule, numbers = sequence.method.rule, sequence.spec.numbers_in_row
+        name = repr(sequence.method.name)
         if rule.reads_numbers and not numbers:
             raise RequestError(
                 "decoding",
-                f"{row.method.name!r} judges numbers that are written as text, and this model "
-                "writes none; 'deft' is for action tokens",
+                f"{name} judges numbers that are written as text, and this model writes none; "
+                "'deft' is for action tokens",
             )
-        if rule.needs_space and (row.spec.space is None or numbers):
+        if rule.needs_space and (sequence.spec.space is None or numbers):
             raise RequestError(
                 "decoding",
-                f"{row.method.name!r} measures distances between action tokens, and this model's "
-                "answers have none; exact, entropy, top-k and near-top rules apply",
+                f"{name} measures distances between action tokens, and this model's answers have "
+                "none; exact, entropy, top-k and near-top rules apply",
             )
 
     def _plans_for(self, method: Method, spec: AnswerSpec) -> tuple[Plan, ...]:
-        """Where a method leaves it to us, text is drafted in other ways than actions."""
+        """Where a method names no plans, text is drafted in other ways than actions."""
         plans = self.plans(method)
-        if spec.is_action or method.plans != OUR_PLANS:
+        if spec.is_action or method.plans not in UNNAMED:
             return plans
-        return (_NUMBERS,) if spec.numbers_in_row else (_TEXT,)
+        return NUMBER_PLANS if spec.numbers_in_row else TEXT_PLANS
 
-    def _begin(self, prompts: Prompts, rows: list[Row], tried: Plan | None = None) -> None:
-        """By the plan that is tried, if one is given: the guard learns its cost, and no more."""
-        method, spec = rows[0].method, rows[0].spec
+    def _prepare(self, sequence: Sequence, prompt: Prompt, tried: Plan | None = None) -> None:
+        """Say in a sequence how it is decoded: by the guard's plan, or by one that is tried."""
+        method, spec = sequence.method, sequence.spec
         plans = self._plans_for(method, spec)
-        guard = self._guard(method, plans, spec)
-        plan = tried or plans[0]
-        choice = Choice(plan.name, "")
-        if guard is not None and tried is None:
-            for row in rows:
-                row.has_history = bool(row.memory.own if spec.is_action else row.memory.answer)
-            choice = _choose(guard, rows)
+        guard = None if tried is not None else self._guard(method, plans, spec)
+        choice, plan = Choice((tried or plans[0]).name), tried or plans[0]
+        if guard is not None:
+            choice = guard.choose()
             plan = next((one for one in plans if one.name == choice.plan), PLAIN)
-        for row in rows:
-            row.guard = guard
-        method = self._prepare(rows, choice, plan)
-        self._round(prompts, rows, method, plan).join(rows[0].beside, prompts)
+        sequence.prompt, sequence.num_prompt = prompt, prompt.length
+        sequence.grammar = prompt.grammar
+        sequence.action_tokens = self.target.action_tokens
+        sequence.guard, sequence.choice, sequence.shape = guard, choice, plan.shape
+        sequence.limit = spec.max_tokens + method.loop.num_behind * spec.is_action
+        if method.temperature > 0.0:
+            sequence.noise_key = noise_key(method.seed, sequence.memory.draw)
+        sources = {kind: self._source(kind) for kind in (*plan.prefill, *plan.rounds)}
+        early = [sources[kind] for kind in plan.prefill if sources[kind].early]
+        sequence.prefill_sources = early[:_MOST_PREFILL_SOURCES]
+        sequence.round_sources = [sources[kind] for kind in plan.rounds]
+        for source in {**sources}.values():
+            source.begin(sequence)
 
-    def _prepare(self, rows: list[Row], choice: Choice, plan: Plan) -> Method:
-        """Say in the rows how they are decoded; the method, as this plan plays it.
+    def _source(self, kind: str) -> DraftSource:
+        """The source of a kind. One that cannot be made is tried once, and then refused by name."""
+        if kind not in self._sources:
+            try:
+                self._sources[kind] = self._makers[kind]()
+            except RequestError as error:
+                self._broken[kind] = error
+                raise
+        return self._sources[kind]
 
-        Plain decoding is the same whatever the method, so all that decode plainly do so together.
-        """
-        method, together = rows[0].method, list(rows)
-        if not plan.kinds:
-            method = Method(AUTOREGRESSIVE, temperature=method.temperature, seed=method.seed)
-        for index, row in enumerate(together):
-            row.choice, row.prompt, row.beside = choice, index, together
-            row.limit = row.spec.max_tokens
-            if row.spec.is_action:
-                row.limit += method.loop.num_behind
-        return method
+    def _width_of(self, sequence: Sequence) -> int:
+        """Nodes of a later pass over text: fixed where the answer may depend on it."""
+        if not sequence.method.rule.is_exact:
+            return min(_STEADY_WIDTH, self._widest)
+        return self.text_width if sequence.method.is_guarded else self._widest
 
-    def _round(self, prompts: Prompts, rows: list[Row], method: Method, plan: Plan) -> BatchSteps:
-        """One that plays this and has room, else one in an idle batch, else one in a new batch.
+    def _widest_of(self, sequence: Sequence) -> int:
+        """Nodes of a tree at most: what actions are drafted by makes no wider ones."""
+        return min(self._widest, WIDEST) if sequence.spec.is_action else self._widest
 
-        A new batch has room for as many rows as its method has on the way: memory is bounded by
-        what is served, whatever methods callers name, and rows soon meet in one batch again.
-        """
-        playing = [one for one in self._playing if one.plays(method, plan)]
-        for one in playing:
-            if self._fits(one.batch, prompts, rows):
-                return one
-        wanted = len(rows) + sum(len(one.batch.running) for one in playing)
-        wanted = max(len(rows), min(wanted, _MOST_ROWS))
-        idle = [batch for batch in self._rounds if not batch.running]
-        able = [batch for batch in idle if batch.longest or batch.capacity >= wanted]
-        batch = next((one for one in able if self._fits(one, prompts, rows)), None)
-        for other in idle:
-            if other is not batch and not other.longest:  # what nobody uses is not kept
-                del self._rounds[other]
-                other.free()
-        if batch is None:
-            batch = self._new_batch(1 << (wanted - 1).bit_length(), prompts, rows)
-        return self._switch(batch, method, plan)
-
-    def _switch(self, batch: Batch, method: Method, plan: Plan) -> BatchSteps:
-        """The round by which an idle batch plays a method from now on."""
-        known = [one for one in (*self._captured, *self._rounds.values()) if one.batch is batch]
-        found = next((one for one in known if one.plays(method, plan)), None)
-        if found is None:
-            sources = dict(item for one in known for item in one.sources.items())
-            found = BatchSteps(self.target, batch, method, plan, self._makers, sources)
-        self._rounds[batch] = found
-        return found
-
-    def _fits(self, batch: Batch, prompts: Prompts, rows: Sequence[Row]) -> bool:
-        """Whether there is room for these beside those that are on their way."""
-        running = batch.running
-        longest, most = prompts.embeds.shape[1], max(row.limit for row in rows)
-        if batch.longest:
-            reserve = self.target.runner.reserve
-            has_slots = reserve is not None and reserve.holds(len(prompts.lengths), longest)
-        else:
-            has_slots = longest + most + batch.widest <= batch.num_slots
-        return (
-            has_slots
-            and batch.capacity - len(running) >= len(rows)
-            and all(one.spec.is_action == rows[0].spec.is_action for one in running)
-            and batch.widest == self._widest_of(rows)
-            and most <= batch.positions
-            and max(row.spec.action_length for row in rows) <= batch.places
-        )
-
-    def _widest_of(self, rows: Sequence[Row]) -> int:
-        """Nodes of a tree: what actions are drafted by makes no wider ones."""
-        of_actions = all(row.spec.is_action for row in rows)
-        return min(self._widest, WIDEST) if of_actions else self._widest
-
-    def _new_batch(
-        self, num_rows: int, prompts: Prompts, rows: Sequence[Row], longest: int = 0
-    ) -> Batch:
-        """Room for so many answers like these, and for what a loop may look at behind them."""
-        positions = 1 + max(row.spec.max_tokens for row in rows)
-        places, widest = 1 + max(row.spec.action_length for row in rows), self._widest_of(rows)
-        target, nodes = self.target, bucket(widest)
-        num_slots = (longest or prompts.embeds.shape[1]) + positions + nodes
-        batch = Batch(target.device, num_rows, positions, places, nodes, longest)
-        batch.widest, batch.num_slots = widest, num_slots + -num_slots % STRIP
-        batch.cache = target.new_cache()
-        if longest:
-            batch.cache.fix(num_rows, num_slots)
-            target.record(batch.cache, widest)
-        else:
-            batch.cache.reserve(num_rows, batch.num_slots)
-        return batch
-
-    def _guard(self, method: Method, plans: Sequence[Plan], spec: AnswerSpec) -> Guard | None:
+    def _guard(self, method: Method, plans: Items[Plan], spec: AnswerSpec) -> Guard | None:
         """The guard for answers like these; None where there is nothing to choose."""
-        if not method.is_guarded or tuple(plans) == (PLAIN,):
+        if not method.is_guarded or plans == (PLAIN,) or not spec.is_action:
             return None
-        length = spec.max_tokens if spec.is_action else 0
-        key = method.name, str(method.rule), length
-        guard = self._guards.pop(key, None) or Guard(plans)
+        key = method.name, str(method.rule), spec.max_tokens
+        guard = self._guards.pop(key, None)
+        if guard is None:
+            guard = Guard(plans, spec.max_tokens)
+            guard.measured(self._prices_of(plans))
         self._guards[key] = guard
         if len(self._guards) > _GUARDS_KEPT:
             # Methods that callers make up push out no method that has a name of its own.
@@ -420,54 +448,127 @@ class Engine:
             del self._guards[made_up[0] if made_up else next(iter(self._guards))]
         return guard
 
+    def _prices_of(self, plans: Items[Plan]) -> dict[str, Price]:
+        """What is known of plans and of plain decoding. What they cost hangs on no rule."""
+        known = self._prices
+        return {plan.name: known[plan] for plan in (*plans, PLAIN) if plan in known}
 
-def _is_alike(row: Row, other: Row) -> bool:
-    """Whether two answers begin together."""
-    has_length = row.spec.max_tokens == other.spec.max_tokens
-    is_like = row.spec.is_action == other.spec.is_action
-    return has_length and is_like and row.method == other.method
+    def capture(self) -> None:
+        """Capture every pass and prefill that any method may need; nothing without a GPU.
+
+        Heads that read prompts have their hidden states kept by every prefill.
+        """
+        passes = self.captured
+        if passes is None:
+            return
+        passes.keeps_hidden = kinds.HEAD in self._makers
+        started, sizes = time.perf_counter(), self.target.decoder.sizes
+        itemsize = self.target.decoder.embedding.weight.element_size()
+        num_graphs = len(shapes_of(passes.reserve, passes.widest, passes.keeps_hidden))
+        planned = passes.layout.bytes_of(sizes, itemsize, num_graphs)
+        said = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in planned.items())
+        _log.info(
+            "capturing %d passes and prefills; memory beside the weights: %s", num_graphs, said
+        )
+        passes.capture()
+        _log.info("captured in %.0f s", time.perf_counter() - started)
+
+    def warm_up(self, prompt: Prompt, method: Method, spec: AnswerSpec) -> None:
+        """Measure what passes cost here: every plan of a method, or every width over text."""
+        if not spec.is_action:
+            self._measure_widths(prompt, spec)
+            return
+        plans = self._plans_for(method, spec)
+        guard = self._guard(method, plans, spec)
+        if guard is None:
+            self._play(prompt, method, spec, plans[0])
+            return
+        for _ in range(_WARM_UP_RUNS):  # in turn, so that other work slows all down alike
+            for plan in (*plans, PLAIN):
+                found = self._play(prompt, method, spec, plan)
+                known = self._prices.get(plan, found)
+                least = min(known.prefill_ms, found.prefill_ms), min(known.pass_ms, found.pass_ms)
+                self._prices[plan] = Price(*least)
+        guard.measured(self._prices_of(plans))
+
+    def _play(self, prompt: Prompt, method: Method, spec: AnswerSpec, plan: Plan) -> Price:
+        """Decode an answer that nobody waits for, of a session that has acted; what it took."""
+        own = ((0,) * spec.action_length,) * STEPS_KEPT
+        sequence = Sequence(method, spec, SessionMemory(own=own))
+        self._prepare(sequence, prompt, plan)
+        self._waiting.append(sequence)
+        clock = StageClock(self.target.device)
+        while sequence in self.rows:
+            self.step(clock)
+        prefill, *later = [one.ms(*Stage) for one in sequence.records]
+        return Price(prefill, min(later, default=prefill))
+
+    def _measure_widths(self, prompt: Prompt, spec: AnswerSpec) -> None:
+        """Find out how much of an old text a pass should carry here."""
+        widths = [one for one in _WIDTHS if one <= self._widest]
+        took = dict.fromkeys(widths, float("inf"))
+        root = prompt.last_token
+        for _ in range(_WARM_UP_RUNS):
+            for width in widths:
+                clock = StageClock(self.target.device)
+                tree = DraftTree.of_committed([root] * width)
+                row = PassRow(0, prompt.length, tree, 0, is_action=False)
+                clock.restart()
+                scores = self.target.forward(self.cache, [row])
+                float(scores.logits.sum())
+                clock.record(Stage.VERIFY)
+                took[width] = min(took[width], clock.timings().verify_ms)
+        apart = _NUMBERS_APART if spec.numbers_in_row else _EDITS_APART
+        self.text_width = best_width(took, apart)
 
 
-def _choose(guard: Guard, rows: Sequence[Row]) -> Choice:
-    """By the guard, which takes texts to be as long as the last ones.
-
-    The first text of a session has nothing to draft from, so it is decoded plainly.
-    """
-    if rows[0].spec.is_action:
-        length = rows[0].spec.max_tokens
-    elif any(row.has_history for row in rows):
-        length = max(len(row.memory.answer) for row in rows)
-    else:
-        return Choice(PLAIN.name, "no text to draft from yet")
-    sessions = [row.memory.passes_needed for row in rows]
-    return guard.choose(sessions, length, may_try=all(row.has_history for row in rows))
+def _sources_of(sequence: Sequence) -> list[DraftSource]:
+    """What drafts for the next pass of an answer, where a guess can be of use."""
+    if sequence.num_missing <= 0 and not sequence.shape.is_full_depth:
+        return []
+    return sequence.round_sources if sequence.records else sequence.prefill_sources
 
 
-def _learn_passes(guard: Guard, row: Row) -> None:
-    """Tell a guard, and the session, what an answer has needed.
-
-    With exact match it can be counted what plans that only repeat the last action would have
-    needed: one pass for every token that changed, or, where only the prefill repeats it, one for
-    every token behind the first that changed.
-    """
-    if not row.has_history:
-        return
-    needed = dict(row.memory.passes_needed)
-    guard.learn_passes(row.choice.plan, row.num_passes - 1, needed)
-    own = row.memory.own
-    if row.spec.is_action and row.method.rule.is_exact and len(own) > 1:
-        is_changed = [a != b for a, b in zip(own[-2][:-1], row.tokens[:-1], strict=True)]
-        num_behind = len(is_changed) - is_changed.index(True) if any(is_changed) else 0
-        for plan in row.method.plans:
-            if plan.name != row.choice.plan and plan.kinds == {kinds.PREVIOUS}:
-                num_passes = sum(is_changed) if plan.rounds else num_behind
-                guard.learn_passes(plan.name, num_passes, needed)
-    row.memory = replace(row.memory, passes_needed=needed)
+def _pending(sequence: Sequence) -> list[int]:
+    """Committed tokens that are not cached, the root last; of a prefill the prompt's last."""
+    if not sequence.records:
+        assert sequence.prompt is not None
+        return [sequence.prompt.last_token]
+    return [UNREAD] if sequence.num_unread else sequence.tokens[sequence.num_cached :]
 
 
-def _blank_row(method: Method, spec: AnswerSpec, num_steps: int) -> Row:
-    """As of a session that has acted so many times, always alike."""
-    own = ((0,) * spec.action_length,) * num_steps
-    return Row(
-        method, spec, SessionMemory(own=own, answer=(0,) * _WARM_UP_TOKENS * bool(num_steps))
-    )
+def _needs_no_reading(sequence: Sequence) -> bool:
+    """Whether the next pass of an answer can be read later: it drafts nothing, and does not end."""
+    is_plain = not sequence.round_sources and sequence.method.temperature == 0.0
+    is_watched = sequence.wants_log_probs or sequence.grammar is not None
+    goes_on = sequence.spec.is_action and bool(sequence.records) and sequence.num_missing > 0
+    return is_plain and not is_watched and goes_on
+
+
+def _cut(guesses: Guesses, depth: int) -> Guesses:
+    """Chains no deeper than what is missing."""
+    return [chain[:depth] for chain in guesses] if isinstance(guesses, list) else guesses
+
+
+def _has_history(sequence: Sequence) -> bool:
+    """Whether the session had anything to draft from."""
+    return bool(sequence.past)
+
+
+def _note_log_probs(sequence: Sequence, tree: DraftTree, logits: torch.Tensor) -> None:
+    """Keep on the device how likely the target was to write each token of the last pass."""
+    assert sequence.last is not None
+    path = sequence.last.path[tree.root :]
+    found = logits[path] / (sequence.method.temperature or 1.0)
+    tokens = to_device(sequence.tokens[-len(path) :], logits.device, torch.int64)
+    here = found.log_softmax(dim=1).gather(1, tokens[:, None]).squeeze(1)
+    sequence.notes.setdefault("log_probs", []).append((len(sequence.tokens), here))
+
+
+def _read_log_probs(sequence: Sequence) -> None:
+    """Tokens that a grammar has forced were certain."""
+    found = list[float]()
+    for stop, part in sequence.notes.get("log_probs", []):
+        found += [0.0] * (stop - len(part) - len(found)) + part.tolist()
+    found += [0.0] * (len(sequence.tokens) - len(found))
+    sequence.log_probs = tuple(found[: sequence.spec.max_tokens])

@@ -8,7 +8,6 @@ HEAD = "head"  # the trained EAGLE-style draft head
 PREVIOUS = "previous"  # the target's own last action
 EXTRAPOLATION = "extrapolation"  # the last actions, continued in a straight line
 NGRAM = "ngram"  # what followed the same tokens earlier in the session
-RETRIEVAL = "retrieval"  # the action stored with the most similar frame
 RECYCLED = "recycled"  # the target's predictions after its last mismatch (Jacobi)
 MEDUSA = "medusa"  # parallel heads, one per position ahead
 SMALL_MODEL = "small-model"  # a cheaper model of the same actions
@@ -21,7 +20,6 @@ OUR_KINDS = (
     PREVIOUS,
     EXTRAPOLATION,
     NGRAM,
-    RETRIEVAL,
     RECYCLED,
     MEDUSA,
     SMALL_MODEL,

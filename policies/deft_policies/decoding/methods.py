@@ -17,8 +17,10 @@ from deft_policies.decoding import kinds
 from deft_policies.decoding.acceptance import confidence, distance, numbers
 from deft_policies.decoding.acceptance.rule import AcceptanceRule, ExactMatch
 from deft_policies.decoding.plan import (
+    OUR_PLANS,
     PLAIN,
     PLANS,
+    UNNAMED,
     Loop,
     Plan,
     TieBreak,
@@ -39,9 +41,9 @@ PRESETS = {
     # the same actions as autoregressive, in fewer passes
     "lossless": "autoregressive:plans=ours,guard=on",
     # drafts within physical limits, gripper by class, inside a drift budget
-    "deft": "lossless:rule=within-drift",
+    "deft": "autoregressive:rule=within-drift,plans=steady",
     # numbers as text: near ones stand, within limits and a drift budget
-    "numbers": "lossless:rule=within-numbers",
+    "numbers": "autoregressive:rule=within-numbers,plans=steady",
     # Spec-VLA, relaxed, in our loop
     "spec-vla": "autoregressive:rule=within-ids,radius=9,plans=spec-vla,ties=first-row,"
     "whole_vocabulary=on",
@@ -129,11 +131,10 @@ class Method:
             about["small model"] = small
         return about
 
-    def drafting(self, kind: str) -> tuple[object, ...]:
-        """What a source is made by: methods that have it in common can share the source."""
-        drawn = (self.temperature, self.seed) if self.draws_drafts else None
-        small_model = (self.multi_level, self.patch_share) if kind == kinds.SMALL_MODEL else ()
-        return kind, self.whole_vocabulary, drawn, *small_model
+    @property
+    def drafting(self) -> tuple[bool, float | None]:
+        """What a head drafts by: it drafts together for methods that have it in common."""
+        return self.whole_vocabulary, self.temperature if self.draws_drafts else None
 
     def with_radius(self, radius: int) -> Method:
         """With another radius in bins; `RequestError` where the rule has none."""
@@ -212,7 +213,7 @@ def _base(name: str) -> Method:
     found = find_plugins(RULES).get(name)
     if found is None:
         raise UnknownDecodingError(name, method_names())
-    return Method(name, load_rule(found), PLANS["ours"])
+    return Method(name, load_rule(found), PLANS["steady"])
 
 
 def _with_knob(method: Method, key: str, value: str) -> Method:
@@ -274,8 +275,12 @@ def _find_plans(name: str) -> tuple[Plan, ...]:
 
 
 def _with_plan(method: Method, name: str) -> Method:
-    """With one of the method's own plans and no other, whatever it costs."""
-    every = (*method.plans, PLAIN)
+    """With one of the method's own plans and no other, whatever it costs.
+
+    A method that names no plans may have any of ours.
+    """
+    ours = OUR_PLANS if method.plans in UNNAMED else method.plans
+    every = tuple(dict.fromkeys((*method.plans, *ours, PLAIN)))
     found = next((plan for plan in every if plan.name == name), None)
     if found is None:
         known = ", ".join(plan.name for plan in every)
@@ -283,8 +288,16 @@ def _with_plan(method: Method, name: str) -> Method:
     return replace(method, plans=(found,), is_guarded=False)
 
 
+def _with_rule(method: Method, rule: AcceptanceRule) -> Method:
+    """With another rule; a relaxed one is not guarded, because its answers depend on the plan."""
+    return replace(method, rule=rule, is_guarded=method.is_guarded and rule.is_exact)
+
+
 def _with_guard(method: Method, text: str) -> Method:
-    return replace(method, is_guarded=_switch(text) and len(method.plans) > 1)
+    guards = _switch(text) and len(method.plans) > 1
+    if guards and not method.rule.is_exact:
+        raise ValueError("plans of a relaxed method are fixed: its answers depend on them")
+    return replace(method, is_guarded=guards)
 
 
 def _with_patch_share(method: Method, text: str) -> Method:
@@ -296,7 +309,7 @@ def _with_patch_share(method: Method, text: str) -> Method:
 
 _METHOD_KNOBS: dict[str, Callable[[Method, str], Method]] = {
     "radius": lambda method, text: method.with_radius(_number(int, text)),
-    "rule": lambda method, name: replace(method, rule=_find_rule(name)),
+    "rule": lambda method, name: _with_rule(method, _find_rule(name)),
     "drafts": lambda method, text: method.with_drafts(kinds.read_kinds(text)),
     "tree": lambda method, text: method.with_shape(read_tree(text)),
     "plan": _with_plan,

@@ -7,7 +7,7 @@ from enum import Enum
 from math import prod
 
 MOST_LEVELS, MOST_BRANCHES, MOST_GUESSES = 16, 32, 256  # of trees that callers ask for
-MOST_GROWN = 128  # nodes with children in a tree that is grown in a captured round
+MOST_GROWN = 128  # nodes with children in a tree that a small model grows
 
 
 class RopeOffset(Enum):
@@ -190,13 +190,19 @@ OUR_PLANS = (
     _HOLD,
     _plan("memory-once", "previous", ""),  # in the prefill, where a guess costs next to nothing
     _plan("memory+recycled", "previous", "previous+recycled"),
-    _plan("memory-wide", "previous+extrapolation+retrieval", "previous+recycled"),
     _plan("head-chain", "", "head", TreeShape.chain(5)),
 )
+# Of relaxed methods, which have one plan whatever it costs: their answers depend on it.
+STEADY_PLANS = (_plan("memory+recycled", "previous", "previous+recycled"),)
+# Plans of those who name none; a text is then drafted in other ways than an action.
+UNNAMED = (OUR_PLANS, STEADY_PLANS)
+TEXT_PLANS = (_plan("previous-answer", "previous-answer", "previous-answer"),)
+NUMBER_PLANS = (_plan("previous-numbers", "previous-numbers", "previous-numbers"),)
 # By the name that `plans=` takes; of each the first whose sources are there, or a guard chooses.
 PLANS = {
     "none": (PLAIN,),
     "ours": OUR_PLANS,
+    "steady": STEADY_PLANS,
     "chains": (
         _plan("small-model", "", "small-model", TreeShape.chain(6)),
         _plan("memory+chain", "previous", "head", TreeShape.chain(6)),
@@ -208,8 +214,6 @@ PLANS = {
     "ngram": (_plan("ngram", "ngram", "ngram"),),
     "token-recycling": (_plan("recycled-tree", "", "token-recycling", TreeShape.eagle()),),
     "heisd": (
-        _plan("retrieval+tree", "retrieval", "head"),
-        _plan("retrieval", "retrieval", "retrieval"),
         _plan("memory+tree", "previous", "head"),
         _HOLD,
     ),

@@ -9,17 +9,22 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from deft_policies.decoding.acceptance.rule import AcceptanceRule
+from deft_policies.decoding.acceptance.rule import (
+    AcceptanceRule,
+    DeviceRule,
+    LocalRule,
+    PathRule,
+    TreeRule,
+)
 from deft_policies.decoding.kinds import SOURCES
 from deft_policies.errors import PolicyError, RequestError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from deft_policies.decoding.acceptance.rule import ScoredTree
     from deft_policies.decoding.target import Target
+
+Answer = TypeVar("Answer")
 
 RULES = "deft.acceptance_rules"  # the entry points under which packages bring rules
 
@@ -54,34 +59,23 @@ def naming(found: EntryPoint, field: str | None = None) -> Iterator[None]:
 
 @lru_cache(maxsize=64)
 def load_rule(found: EntryPoint) -> AcceptanceRule:
-    """The rule of a package, once it has judged an example."""
-    from deft_policies.decoding.acceptance.host_waits import example_tree
-
+    """The rule of a package."""
     with naming(found, "decoding"):
         rule: object = found.load()()
-        if not isinstance(rule, AcceptanceRule):
-            raise PolicyError(f"must make an AcceptanceRule, got {type(rule).__name__}")
-        _checked_answer(rule, example_tree("cpu"))
+        if not isinstance(rule, (LocalRule, PathRule, TreeRule, DeviceRule)):
+            raise PolicyError(
+                "must make a LocalRule, a PathRule, a TreeRule or a DeviceRule, got "
+                f"{type(rule).__name__}"
+            )
         return rule
 
 
-def ask_rule(rule: AcceptanceRule, scored: ScoredTree) -> Tensor:
-    """What a rule answers, [row, node]. An error in a rule of a package names the plugin."""
+def ask_rule(rule: AcceptanceRule, ask: Callable[[], Answer]) -> Answer:
+    """What a rule answers. An error in a rule of a package names the plugin."""
     theirs = find_plugins(RULES).values()
     found = next((one for one in theirs if one.module == type(rule).__module__), None)
     with nullcontext() if found is None else naming(found):
-        return _checked_answer(rule, scored)
-
-
-def _checked_answer(rule: AcceptanceRule, scored: ScoredTree) -> Tensor:
-    answer = rule.accepts(scored)
-    expected = scored.tree.is_real
-    if answer.dtype != expected.dtype or answer.shape != expected.shape:
-        raise PolicyError(
-            f"accepts must answer bool [row, node], here {list(expected.shape)}, got "
-            f"{answer.dtype} {list(answer.shape)}"
-        )
-    return answer
+        return ask()
 
 
 def broken_plugins() -> list[str]:

@@ -5,14 +5,10 @@ memory and frame draw the same answer in any process, in any batch and with any 
 sessions draw independently of each other.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
-
-from deft_policies.model.staging import to_device
 
 Draw = tuple[int, int]  # a session's noise number, and which of its actions is decoded
 MOST_TRIES = 8  # drafts of one position that the ratio test may look at
@@ -77,7 +73,7 @@ def exponential(keys: Tensor, stream: int, places: Tensor, size: int) -> Tensor:
     return uniform(keys, stream, places, size).log_().neg_().float()
 
 
-def noise_keys(seed: int, draws: Sequence[Draw], device: torch.device) -> Tensor:
-    """What the noise of each row is a hash of, [row] int64."""
-    words = [np.random.SeedSequence((seed, *one)).generate_state(2) for one in draws]
-    return to_device([int(high) << 31 ^ int(low) for high, low in words], device)
+def noise_key(seed: int, draw: Draw) -> int:
+    """What the noise of an answer is a hash of."""
+    high, low = np.random.SeedSequence((seed, *draw)).generate_state(2)
+    return int(high) << 31 ^ int(low)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from deft_client.reasoning import find_parts
 from deft_policies.checkpoint.config import load_training
 from deft_policies.checkpoint.open import CheckpointSource
-from deft_policies.decoding.batch import AnswerSpec
+from deft_policies.decoding.sequence import AnswerSpec
 from deft_policies.errors import CheckpointError, NoActionError
 from deft_policies.families.family import load_network
 from deft_policies.families.model import Values
@@ -34,7 +34,7 @@ from deft_policies.model.sizes import OpenVLAConfig
 from deft_policies.model.statistics import ActionStatistics
 
 MAX_TOKENS = 1024  # of an answer, as published
-WIDEST = 512  # nodes of a draft: the last answer, all of it
+WIDEST = 128  # nodes of a draft tree
 _PROMPT = range(48, 96)  # ids that passes are captured for
 _TEMPLATES = {"vicuna": PromptTemplate.ECOT, "in-out": PromptTemplate.ECOT_IN_OUT}
 _AND_ACTS = "openvla+"  # before the name of a prompt
@@ -99,8 +99,6 @@ class EcotFamily(OpenVLAFamily):
     def __init__(self, source: CheckpointSource | None, options: ModelOptions) -> None:
         if source is None:
             raise CheckpointError("--family ecot needs a checkpoint: random weights have no words")
-        if options.action_rows_only:
-            raise CheckpointError("--action-rows-only: ecot writes words, too; leave it out")
         super().__init__(source, options)
         assert self.checkpoint is not None
         config, self._at_once = self.config, self.checkpoint.encoder
@@ -111,6 +109,18 @@ class EcotFamily(OpenVLAFamily):
         self.summary = f"ecot: up to {self._max_tokens} tokens of text and action from one picture"
         if self._acts_at_once:
             self.summary += ", and by OpenVLA's prompt one action at once"
+
+    widest = WIDEST
+
+    @property
+    def prompts(self) -> range:
+        """Ids that passes are captured for; OpenVLA's prompt is shorter."""
+        return range(1, _PROMPT.stop) if self._acts_at_once else _PROMPT
+
+    @property
+    def longest_answer(self) -> int:
+        """Tokens."""
+        return self._max_tokens
 
     @staticmethod
     def matches(source: CheckpointSource | None, options: ModelOptions) -> bool:
@@ -127,8 +137,7 @@ class EcotFamily(OpenVLAFamily):
     ) -> OpenVLA:
         """Read the weights."""
         network, _ = load_network(self.checkpoint, self.options, device, dtype)
-        captured = range(1, _PROMPT.stop) if self._acts_at_once else _PROMPT
-        target, images = self.build_target(network, runner, captured)
+        target, images = self.build_target(network, runner)
         statistics = self.config.statistics
         aloud = Ecot(target, self._aloud, images, statistics, self._stop, self._max_tokens)
         if not self._acts_at_once:

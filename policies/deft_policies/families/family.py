@@ -7,7 +7,7 @@ loaded the same way for all.
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from deft_policies.model.tensor_names import TensorPlace
 from deft_policies.model.vla import OpenVLAModel
 
 _log = logging.getLogger(__name__)
-LONGEST_INSTRUCTION = 64  # ids of a prompt that passes are captured for
+LONGEST_INSTRUCTION = 128  # ids of a prompt that passes are captured for
 DTYPES = {Precision.FLOAT32: torch.float32, Precision.BFLOAT16: torch.bfloat16}
 
 
@@ -57,6 +57,10 @@ class Family(ABC):
     @abstractmethod
     def places(self) -> Sequence[TensorPlace]:
         """The tensors of such a checkpoint, by which its memory is known."""
+
+    def planned_bytes(self, dtype: torch.dtype) -> Mapping[str, int]:
+        """What is set aside on a GPU beside the weights, by what it is for; {} where unknown."""
+        return {}
 
     @property
     def weight_folders(self) -> list[Path]:
@@ -113,9 +117,10 @@ def multiplies_tiles() -> bool:
 
 def choose_runner(options: ModelOptions, device: torch.device, reserve: Reserve) -> StepRunner:
     """Record passes where that helps, unless the options forbid it."""
-    if device.type == "cuda" and options.has_graphs:
-        return StepRunner(partial(capture_on_cuda, torch.cuda.graph_pool_handle()), reserve)
-    return StepRunner()
+    if device.type != "cuda":
+        return StepRunner()
+    pool = torch.cuda.graph_pool_handle() if options.has_graphs else None
+    return StepRunner(partial(capture_on_cuda, pool) if options.has_graphs else None, reserve)
 
 
 def load_network(

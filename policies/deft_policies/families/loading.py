@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from deft_policies.base import Finding, Verdict
-from deft_policies.checkpoint.drafts import is_medusa, load_head, load_index, load_medusa
+from deft_policies.checkpoint.drafts import is_medusa, load_head, load_medusa
 from deft_policies.checkpoint.open import (
     CheckpointSource,
     check_memory,
@@ -80,6 +80,7 @@ def load_policy(options: ModelOptions) -> VlaPolicy:
     precision, reason = choose_precision(options, device)
     dtype = DTYPES[precision]
     check_quantization(options.quantization, device, dtype)
+    _check_memory(family, options, device, dtype)
     keys = tuple(family.config.statistics)
     if options.statistics_key is not None:
         find_statistics_key(keys, options.statistics_key)
@@ -168,10 +169,6 @@ def _load_drafts(options: ModelOptions, model: TokenModel) -> DraftModels:
             drafts = replace(drafts, medusa=load_medusa(directory, width, like))
         else:
             drafts = replace(drafts, head=load_head(directory, width, like))
-    if options.retrieval_index is not None:
-        index = load_index(options.retrieval_index, network.fingerprint(), like.device)
-        index.check_length({form.max_tokens for form in model.forms.values()})
-        drafts = replace(drafts, index=index)
     return drafts
 
 
@@ -184,11 +181,6 @@ def _check_draft_files(options: ModelOptions) -> None:
             raise CheckpointError(
                 f"--draft-head {head}: no such directory; `deft train export` writes one"
             )
-    index = options.retrieval_index
-    if index is not None and not index.is_file():
-        raise CheckpointError(
-            f"--retrieval-index {index}: no such file; `deft index DATA --out {index}` writes one"
-        )
 
 
 def examine(options: ModelOptions) -> list[Finding]:
@@ -234,9 +226,19 @@ def _examine_device(options: ModelOptions) -> Judged:
 def _examine_memory(family: Family, options: ModelOptions) -> Judged:
     device = choose_device(options.device)
     precision, reason = choose_precision(options, device)
-    need = check_memory(family.places, device, DTYPES[precision], options.quantization)
-    text = f"needs about {need / _GIB:.1f} GiB on {device} in {precision.value} ({reason})"
-    return Verdict.GOOD, text
+    need = _check_memory(family, options, device, DTYPES[precision])
+    parts = ", ".join(f"{size / _GIB:.1f} of {name}" for name, size in need.items())
+    total = f"{sum(need.values()) / _GIB:.1f} GiB on {device}"
+    return Verdict.GOOD, f"needs about {total} in {precision.value} ({reason}): {parts}"
+
+
+def _check_memory(
+    family: Family, options: ModelOptions, device: torch.device, dtype: torch.dtype
+) -> dict[str, int]:
+    """Weights, and on a GPU what captured passes set aside."""
+    is_captured = device.type == "cuda" and options.has_graphs
+    planned = family.planned_bytes(dtype) if is_captured else None
+    return check_memory(family.places, device, dtype, options.quantization, planned)
 
 
 def _examine_statistics(family: Family, options: ModelOptions) -> Judged:

@@ -17,10 +17,10 @@ from torch import Tensor
 from deft_client.image_chain import ImageChain
 from deft_client.types import DecodeTrace, Image, Observation
 from deft_policies.base import ActionLimits
-from deft_policies.decoding.batch import AnswerSpec
 from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.engine import WIDEST
-from deft_policies.decoding.target import Prompts, Target
+from deft_policies.decoding.sequence import AnswerSpec
+from deft_policies.decoding.target import Prompt, Target
 from deft_policies.errors import RequestError
 from deft_policies.model.graphs import StepRunner
 from deft_policies.model.image import ImageProcessor
@@ -151,7 +151,7 @@ class TokenModel(Model):
         return np.empty((0, self.statistics[key].action_dim))
 
     @abstractmethod
-    def see(self, observations: Sequence[Observation], clock: StageClock) -> Prompts:
+    def see(self, observations: Sequence[Observation], clock: StageClock) -> list[Prompt]:
         """What the decoder starts from, timed as preparing and as vision."""
 
 

@@ -12,10 +12,12 @@ from torch import Tensor
 from deft_client.image_chain import ImageChain
 from deft_client.types import Observation
 from deft_policies.checkpoint.open import Checkpoint, CheckpointSource, open_source
-from deft_policies.decoding.batch import AnswerSpec
+from deft_policies.decoding.captured import Layout, shapes_of
 from deft_policies.decoding.clock import Stage, StageClock
+from deft_policies.decoding.engine import WIDEST
 from deft_policies.decoding.plan import MOST_LEVELS
-from deft_policies.decoding.target import Prompts, Target
+from deft_policies.decoding.sequence import AnswerSpec
+from deft_policies.decoding.target import Prompt, Target
 from deft_policies.errors import CheckpointError
 from deft_policies.families.action_tokens import ActionCodec
 from deft_policies.families.family import (
@@ -48,21 +50,15 @@ class VlaTarget(Target):
         self,
         model: OpenVLAModel,
         *,
-        action_rows_only: bool = False,
         runner: StepRunner | None = None,
     ) -> None:
-        super().__init__(
-            model.decoder,
-            model.config.action_tokens,
-            action_rows_only=action_rows_only,
-            runner=runner,
-        )
+        super().__init__(model.decoder, model.config.action_tokens, runner=runner)
         self.model = model
-        if self.reads_lengths:
+        if not self.is_captured and self.device.type == "cpu":
             model.pack_vision()
 
     @torch.no_grad()
-    def read(self, pixels: Tensor, prompt_ids: Sequence[Sequence[int]]) -> Prompts:
+    def read(self, pixels: Tensor, prompt_ids: Sequence[Sequence[int]]) -> list[Prompt]:
         """Look at [row, channel, height, width] and lay the prompts around the patches.
 
         Shorter prompts are padded on the right with their last id, which nothing attends to.
@@ -70,20 +66,17 @@ class VlaTarget(Target):
         longest = max(len(ids) for ids in prompt_ids)
         padded = [[*ids, *([ids[-1]] * (longest - len(ids)))] for ids in prompt_ids]
         ids = to_device(padded, self.device)
-        texts = to_device([len(row) for row in prompt_ids], self.device)
-        patches, features = self.runner.run_batch((self, "see"), self._see_step, (pixels,))
+        (patches,) = self.runner.run_batch((self, "see"), self._see_step, (pixels,))
         num_patches = patches.shape[1]
-        return Prompts(
-            embeds=self.model.compose(patches, ids),
-            lengths=texts + num_patches,
-            last_tokens=ids[:, -1],
-            patches=slice(_BESIDE_PATCHES, _BESIDE_PATCHES + num_patches),
-            features=features.clone(),  # a captured step overwrites its outputs next time
-        )
+        embeds = self.model.compose(patches, ids)
+        here = slice(_BESIDE_PATCHES, _BESIDE_PATCHES + num_patches)
+        return [
+            Prompt(embeds[row, : len(text) + num_patches], text[-1], here)
+            for row, text in enumerate(prompt_ids)
+        ]
 
     def _see_step(self, pixels: Tensor) -> Tensors:
-        features = self.model.look(pixels)
-        return self.model.projector(features), features.mean(dim=1)
+        return (self.model.projector(self.model.look(pixels)),)
 
 
 class OpenVLA(TokenModel):
@@ -111,9 +104,10 @@ class OpenVLA(TokenModel):
         # Trees of full depth reach beyond a short answer.
         taken = network.config.num_patches + max(longest_answer, MOST_LEVELS)
         self.longest_prompt = target.max_positions - taken
-        rows_only = len(target.vocabulary) < target.num_tokens
+        if (reserve := target.runner.reserve) is not None:
+            captured = reserve.lengths[-1] - network.config.num_patches
+            self.longest_prompt = min(self.longest_prompt, captured)
         self.details = {
-            "head": "action rows only" if rows_only else "whole vocabulary",
             "cameras": "image alone; further cameras are ignored",
         }
 
@@ -131,18 +125,24 @@ class OpenVLA(TokenModel):
         if self.draft is not None:
             self.draft.check(observation)
 
-    def see(self, observations: Sequence[Observation], clock: StageClock) -> Prompts:
+    def see(self, observations: Sequence[Observation], clock: StageClock) -> list[Prompt]:
         """Frames and prompts, embedded."""
         fitted = [self.images.fit(one.image) for one in observations]
         ids = [self.encode(one.instruction) for one in observations]
-        clock.lap(Stage.PREPARE)
+        clock.record(Stage.PREPARE)
         prompts = self.target.read(self.pixels(fitted), ids)
-        clock.lap(Stage.VISION)
+        clock.record(Stage.VISION)
         if self.draft is None:
             return prompts
         # Asked for by what drafts, where its time counts as drafting.
-        apart = StageClock(_CPU)
-        return replace(prompts, for_draft=partial(self.draft.see, observations, apart))
+        return [
+            replace(prompt, draft_model=partial(self._see_as_draft, one))
+            for prompt, one in zip(prompts, observations, strict=True)
+        ]
+
+    def _see_as_draft(self, observation: Observation) -> Prompt:
+        assert self.draft is not None
+        return self.draft.see([observation], StageClock(_CPU))[0]
 
     def capture(self) -> None:
         """Record the towers, for every batch within the reserve."""
@@ -216,28 +216,49 @@ class OpenVLAFamily(Family):
         """As published."""
         return tensor_places(self.config)
 
+    widest = WIDEST  # nodes of a draft tree
+
+    @property
+    def prompts(self) -> range:
+        """Ids that passes are captured for."""
+        return range(1, LONGEST_INSTRUCTION)
+
+    @property
+    def longest_answer(self) -> int:
+        """Tokens."""
+        return max(len(one.mask) for one in self.config.statistics.values())
+
+    @property
+    def reserve(self) -> Reserve:
+        """What passes are captured for."""
+        patches, prompts = self.config.num_patches, self.prompts
+        return Reserve(self.options.largest_batch, patches + prompts.start, patches + prompts.stop)
+
+    def planned_bytes(self, dtype: torch.dtype) -> Mapping[str, int]:
+        """Of the decoder's passes; the towers' graphs are small beside them."""
+        layout = Layout(self.reserve, self.widest, self.longest_answer + 1)
+        num_graphs = len(shapes_of(self.reserve, self.widest, bool(self.options.draft_heads)))
+        return layout.bytes_of(self.config.llm, dtype.itemsize, num_graphs)
+
     def load(
         self, device: torch.device, dtype: torch.dtype, runner: StepRunner | None = None
     ) -> OpenVLA:
         """Read the weights, or draw them."""
         network, encode = load_network(self.checkpoint, self.options, device, dtype)
-        target, images = self.build_target(network, runner, range(1, LONGEST_INSTRUCTION))
+        target, images = self.build_target(network, runner)
         return OpenVLA(target, encode, images, self.config.statistics)
 
     def build_target(
-        self, network: OpenVLAModel, runner: StepRunner | None, prompts: range
+        self, network: OpenVLAModel, runner: StepRunner | None
     ) -> tuple[VlaTarget, ImageProcessor]:
-        """What decodes with a network and what it sees with; passes are captured for `prompts`."""
+        """What decodes with a network, and what it sees with."""
         options, config = self.options, network.config
         device = network.decoder.embedding.weight.device
         if device.type == "cpu" and options.quantization is Quantization.NONE:
             network.decoder.prefer_columns()
-        shortest, longest = (config.num_patches + one for one in (prompts.start, prompts.stop))
-        reserve = Reserve(options.largest_batch, shortest, longest)
         target = VlaTarget(
             network,
-            action_rows_only=options.action_rows_only,
-            runner=runner or choose_runner(options, device, reserve),
+            runner=runner or choose_runner(options, device, self.reserve),
         )
         return target, ImageProcessor(config.image, options.image_chain or ImageChain.NONE)
 

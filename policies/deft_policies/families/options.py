@@ -108,8 +108,8 @@ class ModelOptions:
     largest_batch: int = _count(
         "--largest-batch",
         8,
-        help="on a GPU: frames in a batch that memory is set aside and passes are captured for; "
-        "larger ones are answered more slowly",
+        help="on a GPU: answers at a time that memory is set aside and passes are captured for; "
+        "further ones wait",
     )
     num_threads: int | None = _count(
         "--threads",
@@ -139,12 +139,6 @@ class ModelOptions:
     temperature: float = _of_decoding(
         "--temperature", 0.0, type=float, help="draw tokens; default 0: greedy"
     )
-    action_rows_only: bool = _of_decoding(
-        "--action-rows-only",
-        False,
-        help="compute logits of action tokens alone; equal unless the model would answer with "
-        "another token, which `deft bench --audit` counts",
-    )
     draft_heads: tuple[Path, ...] = _of_decoding(
         "--draft-head",
         (),
@@ -163,9 +157,6 @@ class ModelOptions:
         "--draft-key-mask",
         KeyMask.CAUSAL,
         help="what a head may attend to; 'prefix-only' as Spec-VLA's training does",
-    )
-    retrieval_index: Path | None = _of_decoding(
-        "--retrieval-index", type=Path, metavar="FILE", help="stored frames to draft from"
     )
     draft_model: str | None = _of_decoding(
         "--draft-model",

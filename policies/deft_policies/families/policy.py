@@ -2,7 +2,6 @@
 
 import logging
 import platform
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,17 +23,19 @@ from deft_client.types import (
 )
 from deft_policies.base import ActAnswer, ActionLimits, ActRequest, Running
 from deft_policies.decoding.acceptance.rule import ActionSpace
-from deft_policies.decoding.batch import AnswerSpec, Row
 from deft_policies.decoding.clock import Stage, StageClock
 from deft_policies.decoding.engine import DraftModels, Engine
 from deft_policies.decoding.methods import (
     AUTOREGRESSIVE,
+    DEFAULT_METHOD,
     Method,
     apply_knobs,
     find_method,
     method_names,
 )
-from deft_policies.decoding.target import Prompts
+from deft_policies.decoding.sequence import AnswerSpec
+from deft_policies.decoding.sequence import Sequence as Answer
+from deft_policies.decoding.target import Prompt
 from deft_policies.errors import (
     DeviceError,
     NoActionError,
@@ -58,7 +59,7 @@ class _Frame(Running):
 
     model: Model
     key: str
-    row: Row | None  # of the engine; None where the model answers in one pass
+    row: Answer | None  # of the engine; None where the model answers in one pass
     clocks: list[StageClock]
     num_actions: int = 0  # that were handed on before the answer
 
@@ -97,7 +98,9 @@ class VlaPolicy:
         self._frames: list[_Frame] = []  # on their way
         if isinstance(model, TokenModel):
             widest = max(one.widest for one in self._token_models)
-            self.engine = Engine(model.target, self.drafts, widest)
+            forms = [form for one in self._token_models for form in one.forms.values()]
+            longest = max(form.max_tokens for form in forms)
+            self.engine = Engine(model.target, self.drafts, widest, longest)
             self._check_method(ActOptions())
 
     @property
@@ -189,7 +192,7 @@ class VlaPolicy:
         if isinstance(self.model, TokenModel):
             key = self.find_key(options.statistics_key or self._any_key)
             form = _form(self.model_for(options).forms[key], options)
-            self.engine.check(Row(self.method_for(options), form))
+            self.engine.check(Answer(self.method_for(options), form))
             return
         if options.decoding not in (None, self._default_method):
             raise UnknownDecodingError(options.decoding, (self._default_method,))
@@ -201,23 +204,22 @@ class VlaPolicy:
             raise RequestError("log_probs", "answers here are no tokens that are drawn one by one")
 
     def warm_up(self, methods: Sequence[str] | None = None) -> None:
-        """Answer a black frame by every way the default and `methods` may take: what do they cost?
+        """Answer a black frame by every plan of the method served, of `methods` and of "lossless".
 
-        Where steps are captured, capture before that all that any batch or prompt within the
-        reserve can need by the default and these `methods`, else by every method there is: nothing
-        is captured afterwards. Then known frames are answered as a test.
+        Where passes are captured, that comes before, once for all methods. Then known frames are
+        answered as a test.
         """
         model = self.model
         with model.runner.warming_up(), torch.inference_mode():
-            if model.runner.reserve is not None:
-                _log.info("capturing passes of up to %d rows", model.runner.reserve.rows)
             model.capture()
-            self.capture(self._methods() if methods is None else methods)
+            if self._token_models:
+                self.engine.capture()
             for way in self._token_models:
                 form = _form(way.forms[self._any_key], self._tested(way))
-                prompts = self._blank_prompts(way, 1)
-                for name in dict.fromkeys((self.method.name, *(methods or ()))):
-                    self.engine.warm_up(prompts, self.method_for(ActOptions(decoding=name)), form)
+                prompt = self._blank_prompt(way)
+                # The guards of methods that callers may ask for need what plans cost, too.
+                for name in dict.fromkeys((self.method.name, *(methods or ()), DEFAULT_METHOD)):
+                    self.engine.warm_up(prompt, self.method_for(ActOptions(decoding=name)), form)
         limits = self.action_limits(self._any_key)
         for one in self._models:
             self_test(
@@ -235,34 +237,11 @@ class VlaPolicy:
             return ActOptions()
         return ActOptions(want_reasoning=True, max_tokens=min(_TESTED_TOKENS, form.max_tokens))
 
-    def capture(self, names: Sequence[str]) -> None:
-        """Capture all that these methods and the default can need, for any batch in the reserve."""
-        started, reserve = time.perf_counter(), self.model.runner.reserve
-        if reserve is None or not self._token_models:
-            return
-        batches = [
-            (way, [self._blank_prompts(way, rows) for rows in reserve.batches])
-            for way in self._token_models
-        ]
-        every = dict.fromkeys((self.method.name, *names))
-        for done, name in enumerate(every):
-            left = "first"
-            if done:
-                each_s = (time.perf_counter() - started) / done
-                left = f"about {each_s * (len(every) - done):.0f} s to go"
-            _log.info("capturing rounds of %s (%d of %d): %s", name, done + 1, len(every), left)
-            method = self.method_for(ActOptions(decoding=name))
-            for way, prompts in batches:
-                lengths = {form.max_tokens: form for form in way.forms.values()}
-                for form in lengths.values():
-                    self.engine.capture(method, prompts, form)
-        _log.info("everything captured in %.0f s", time.perf_counter() - started)
-
-    def _blank_prompts(self, model: TokenModel, rows: int) -> Prompts:
-        """What a batch of black frames starts from."""
+    def _blank_prompt(self, model: TokenModel) -> Prompt:
+        """What a black frame starts from."""
         size = model.network.config.frame_size
         black = Observation(np.zeros((size, size, 3), dtype=np.uint8), "pick up the cup")
-        return model.see([model.complete(black)] * rows, StageClock(torch.device("cpu")))
+        return model.see([model.complete(black)], StageClock(torch.device("cpu")))[0]
 
     def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
         """Answer a batch, in order."""
@@ -336,7 +315,7 @@ class VlaPolicy:
         key = self.find_key(options.statistics_key)
         if isinstance(model, TokenModel):
             form = _form(model.forms[key], options)
-            row = Row(self.method_for(options), form, request.memory, options.want_trace)
+            row = Answer(self.method_for(options), form, request.memory, options.want_trace)
             row.wants_log_probs = options.want_log_probs
             row.executed_steps = options.executed_steps
         return _Frame(request, model=model, key=key, row=row, clocks=[clock])
@@ -355,10 +334,10 @@ class VlaPolicy:
             assert isinstance(model, OnePassModel)
             observations = [one.request.observation for one in frames]
             found = model.answer(observations, [one.key for one in frames], clock)
-        clock.skip()
+        clock.restart()
         for frame, (values, trace) in zip(frames, found, strict=True):
             self._answer(frame, values, trace)
-        clock.lap(Stage.FINISH)
+        clock.record(Stage.FINISH)
         by_start = {id(frame.clocks[0]): frame.clocks for frame in frames}
         timings = {start: _sum_timings(clocks) for start, clocks in by_start.items()}
         for frame in frames:
@@ -392,7 +371,7 @@ class VlaPolicy:
             wanted = text if options.want_reasoning else None
             chunk = replace(chunk, trace=trace, reasoning=wanted)
         if frame.row is not None and frame.row.wants_log_probs:
-            chunk = replace(chunk, log_probs=_log_probs(frame.row, model))
+            chunk = replace(chunk, log_probs=_log_probs(frame.row))
         frame.answer = ActAnswer(chunk, memory, error)
 
     def method_for(self, options: ActOptions) -> Method:
@@ -470,12 +449,9 @@ def _version_of(distribution: str) -> str:
         return "not installed"
 
 
-def _log_probs(row: Row, model: Model) -> LogProbs:
+def _log_probs(row: Answer) -> LogProbs:
     """How likely the model was to write the tokens of an answer."""
-    assert isinstance(model, TokenModel)
-    is_whole = len(model.target.vocabulary) == model.target.num_tokens
-    over = "vocabulary" if is_whole else "action tokens"
-    return LogProbs(row.log_probs, row.method.temperature or 1.0, over)
+    return LogProbs(row.log_probs, row.method.temperature or 1.0, "vocabulary")
 
 
 def _form(form: AnswerSpec, options: ActOptions) -> AnswerSpec:

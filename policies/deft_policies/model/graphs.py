@@ -5,6 +5,7 @@ tensors that the next replay of the same step overwrites, and no other.
 """
 
 import logging
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,39 +20,32 @@ _log = logging.getLogger(__name__)
 
 Tensors = tuple[Tensor, ...]
 Step = Callable[..., Tensors]
-BUCKET = 16  # to whose multiples captured prompts are padded
+LENGTH_STEP = 16  # captured prompts have multiples of so many positions
+_SHARES = (1 / 8, 1 / 4, 3 / 8, 5 / 8, 1)  # of the way to the longest prompt: most are short
 
 
 @dataclass(frozen=True)
 class Reserve:
-    """What memory is set aside for, and steps are captured for, before the first frame.
-
-    Shorter prompts are padded to `shortest`; larger batches and longer prompts get memory of their
-    own and run step by step.
-    """
+    """What memory is set aside for, and passes are captured for, before the first frame."""
 
     rows: int = 8
     shortest: int = 16  # positions of a prompt, patches included
     longest: int = 320
 
-    def holds(self, num_rows: int, num_positions: int) -> bool:
-        """Whether a batch is within it."""
-        return num_rows <= self.rows and num_positions <= self.padded(self.longest)
-
-    def padded(self, num_positions: int) -> int:
-        """The length of the captured prompts that one of this length is padded to."""
-        needed = max(num_positions, self.shortest)
-        return needed + -needed % BUCKET
-
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Every length of captured prompts."""
-        start, stop = self.padded(self.shortest), self.padded(self.longest)
-        return tuple(range(start, stop + 1, BUCKET))
+        """Positions of captured prompts, the shortest first; others are padded to the next."""
+        span = self.longest - self.shortest
+        found = [math.ceil((self.shortest + share * span) / LENGTH_STEP) for share in _SHARES]
+        return tuple(dict.fromkeys(LENGTH_STEP * one for one in found))
+
+    def padded(self, num_positions: int) -> int | None:
+        """The captured length that a prompt is padded to; None where it is too long."""
+        return next((one for one in self.lengths if one >= num_positions), None)
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """Every size of captured batches, the largest first."""
+        """Every number of rows that is captured, the largest first."""
         return tuple(1 << power for power in reversed(range((self.rows - 1).bit_length() + 1)))
 
 
@@ -77,8 +71,8 @@ class StepRunner:
     """
 
     def __init__(self, capture: Capture | None = None, reserve: Reserve | None = None) -> None:
-        # What steps are captured for; any shape is as good without.
-        self.reserve = None if capture is None else reserve or Reserve()
+        # What passes of fixed shapes are for; without it, passes have any shape.
+        self.reserve = reserve or (None if capture is None else Reserve())
         self._capture = capture
         self._captured: dict[Hashable, CapturedStep] = {}
         self._is_capturing = False

@@ -162,7 +162,12 @@ class Attention:
             keys, values = keys_values.transpose(1, 2).chunk(2, dim=1)
             return keys, values
         self.window.write(layer, keys_values)
-        return self.window.keys[layer], self.window.values[layer]
+        return self.window.seen(layer)
+
+    @property
+    def num_out(self) -> int:
+        """Tokens whose output is wanted."""
+        return self.cos.shape[0] * self.cos.shape[1] if self.kept is None else len(self.kept)
 
     def keep(self, hidden: Tensor) -> Tensor:
         """Of [row * token, width] the tokens whose output is wanted."""
@@ -179,8 +184,7 @@ class Attention:
         if not self.is_causal and (self.mask is None or self.mask.shape[2] == 1):
             return replace(self, kept=kept)  # all tokens of a row see the same
         if self.mask is None:
-            read = num_tokens if self.window is None else self.window.keys[0].shape[2]
-            slots = torch.arange(read, device=rows_out.device)
+            slots = torch.arange(num_tokens, device=rows_out.device)
             causal = (slots <= rows_out[:, :, None]).unsqueeze(1)
             mask = added_mask(causal, self.sums_in)
         else:

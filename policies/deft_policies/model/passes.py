@@ -5,8 +5,7 @@ views made anew in every layer, separate additions. Weights are looked up once, 
 not be replaced afterwards.
 """
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +19,28 @@ from deft_policies.model.cpu_products import (
     find_rows,
     pack,
 )
-from deft_policies.model.kv_cache import CacheWindow
-from deft_policies.model.llama import Attention, Layer, LlamaDecoder, RMSNorm, added_mask
+from deft_policies.model.llama import Layer, LlamaDecoder, RMSNorm
 from deft_policies.model.quantization import Fp8Linear, Fp8Rows
 
 if TYPE_CHECKING:
     from deft_policies.model.kernels.launch import FusedKernels
+
+
+class MixesTokens(Protocol):
+    """The attention of a pass, whatever its tokens are laid out by."""
+
+    @property
+    def num_out(self) -> int:
+        """Tokens whose output is wanted."""
+
+    def mix(self, layer: int, fused: Tensor) -> Tensor:
+        """From queries, keys and values of every token to mixed values [token out, inner].
+
+        Appends keys and values to the cache. More rows may stand behind, given and returned.
+        """
+
+    def keep(self, hidden: Tensor) -> Tensor:
+        """Of [token, width] the tokens whose output is wanted."""
 
 
 class LlamaPasses:
@@ -50,37 +65,25 @@ class LlamaPasses:
                 one.rows = self.rows
 
     def run(
-        self,
-        embeds: Tensor,
-        positions: Tensor | int,
-        window: CacheWindow | None = None,
-        mask: Tensor | None = None,
-        is_causal: bool = False,
-        rows_out: Tensor | None = None,
+        self, embeds: Tensor, attention: MixesTokens, last: MixesTokens | None = None
     ) -> Tensor:
-        """Hidden states after the final norm, [row, token, width], of tokens [row, token, width].
+        """Hidden states after the final norm, [token, width], of tokens [token, width].
 
-        `positions` are int64 [row, token], or that of the first token in every row; what tokens may
-        see, by a bool `mask` [row, 1, token or 1, slot], is said by `Attention`. With `rows_out`
-        [row, kept], only those tokens' output is wanted, and the last layer computes no others.
-        Every layer but the last computes every token, because later layers read their keys.
+        `last` is the attention of the last layer, where that computes only some tokens. Every other
+        layer computes every token, because later layers read their keys.
         """
-        attend = self._attention(embeds, positions, window, mask, is_causal)
         # A copy, because layers add to it in place.
-        hidden, branch = self.padded(embeds.flatten(0, 1).clone()), None
-        num_out = len(embeds) * embeds.shape[1]
-        last = len(self._layers) - 1
+        hidden, branch = self.padded(embeds.clone()), None
+        final = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             fused = layer.qkv.apply(layer.attention_norm.apply(hidden, branch))
-            if index == last and rows_out is not None:
-                attend = attend.of_rows_out(rows_out)
-                num_out = rows_out.numel()
-                hidden = attend.keep(hidden)
-            branch = layer.out.add_to(hidden, attend.mix(index, fused))
+            if index == final and last is not None:
+                attention = last
+                hidden = self.padded(attention.keep(hidden))
+            branch = layer.out.add_to(hidden, attention.mix(index, fused))
             gate_up = layer.gate_up.apply(layer.mlp_norm.apply(hidden, branch))
             branch = layer.down.add_to(hidden, self._open(gate_up, layer.down))
-        normed = self._norm.plain(hidden, branch)[:num_out]
-        return normed.view(len(embeds), -1, normed.shape[1])
+        return self._norm.plain(hidden, branch)[: attention.num_out]
 
     def padded(self, rows: Tensor) -> Tensor:
         """[row, width] as its products need it."""
@@ -102,33 +105,6 @@ class LlamaPasses:
             decoder.embedding.weight,
             AS_THEY_COME if self.head.is_fused else PADDED,
         )
-
-    def _attention(
-        self,
-        embeds: Tensor,
-        positions: Tensor | int,
-        window: CacheWindow | None,
-        mask: Tensor | None,
-        is_causal: bool,
-    ) -> Attention:
-        sizes, kernels = self._sizes, self._kernels
-        cos, sin = self._rotary(positions, embeds)
-        if kernels is not None and window is not None:
-            seen = _seen(embeds.shape[1], window, mask, is_causal)
-            ends = (seen * torch.arange(1, seen.shape[3] + 1, device=seen.device)).amax(3)
-            mask = added_mask(seen, torch.float32)
-            return _FusedAttention(
-                sizes, cos, sin, mask=mask, ends=ends[:, 0], window=window, kernels=kernels
-            )
-        rows = self.rows if kernels is None else None
-        if mask is not None:
-            mask = added_mask(mask, embeds.dtype if rows is None else torch.float64)
-        shared = (sizes, cos, sin, mask, is_causal)
-        if rows is not None:
-            num_tokens = embeds.shape[0] * embeds.shape[1]
-            mixed = self.padded(embeds.new_zeros(num_tokens, sizes.num_heads * sizes.head_dim))
-            return _InvariantAttention(*shared, window, rows=rows, mixed=mixed)
-        return Attention(*shared, window)
 
     def _open(self, gate_up: Tensor, reader: "Projection") -> "Tensor | Fp8Rows":
         """silu(gate) * up."""
@@ -274,63 +250,3 @@ class _LayerWeights:
         self.projections = (self.qkv, self.out, self.gate_up, self.down)
         self.attention_norm = _Norm(layer.attention_norm, kernels, self.qkv.is_fp8)
         self.mlp_norm = _Norm(layer.mlp_norm, kernels, self.gate_up.is_fp8)
-
-
-@dataclass(frozen=True)
-class _InvariantAttention(Attention):
-    """The same with sums in float64. Tokens come and go padded."""
-
-    rows: Rows = field(kw_only=True)
-    mixed: Tensor = field(kw_only=True)  # [row * token, inner], padded: written in every layer
-
-    @property
-    def sums_in(self) -> torch.dtype:
-        """Precise enough for any order of the sums."""
-        return torch.float64
-
-    def mix(self, layer: int, fused: Tensor) -> Tensor:
-        """Round to the format of the values only at the end."""
-        num_rows, num_tokens = self.cos.shape[:2]
-        by_token = self.attend(layer, fused[: num_rows * num_tokens]).transpose(1, 2)
-        num_mixed = num_rows * by_token.shape[1]
-        self.mixed[:num_mixed].view(by_token.shape).copy_(by_token)
-        return self.mixed[: num_mixed + -num_mixed % self.rows.multiple]
-
-    def keep(self, hidden: Tensor) -> Tensor:
-        """The same, padded."""
-        return self.rows.pad(super().keep(hidden))
-
-
-@dataclass(frozen=True)
-class _FusedAttention(Attention):
-    """The same in three launches, which have a mask always: one rotates and appends, two look."""
-
-    mask: Tensor = field(kw_only=True)
-    ends: Tensor = field(kw_only=True)  # [row, token]: no slot is seen from there on
-    window: CacheWindow = field(kw_only=True)
-    kernels: "FusedKernels" = field(kw_only=True)
-
-    def mix(self, layer: int, fused: Tensor) -> Tensor:
-        """Slots are split among programs where queries are few."""
-        assert self.window.slots is not None
-        head_dim = self.sizes.head_dim
-        rotation = (self.cos.reshape(-1, head_dim), self.sin.reshape(-1, head_dim))
-        cache = self.window.targets[layer]  # all rows: slots are counted from the first
-        self.kernels.rotate_append(fused, rotation, cache, self.window.slots, self.sizes)
-        cache = self.window.layers[layer]
-        return self.kernels.attend(self.keep(fused), cache, self.mask, self.ends, self.sizes)
-
-    def of_rows_out(self, rows_out: Tensor) -> Attention:
-        """The same, with their ends."""
-        found = super().of_rows_out(rows_out)
-        assert isinstance(found, _FusedAttention)
-        return replace(found, ends=self.ends.gather(1, rows_out))
-
-
-def _seen(num_tokens: int, window: CacheWindow, mask: Tensor | None, is_causal: bool) -> Tensor:
-    """[row, 1, token, slot]: what each token of a pass sees."""
-    num_rows, _, read = window.keys[0].shape[:3]
-    if mask is None:
-        mask = torch.ones(num_tokens, read, dtype=torch.bool, device=window.keys[0].device)
-        mask = mask.tril() if is_causal else mask
-    return mask.expand(num_rows, 1, num_tokens, read)

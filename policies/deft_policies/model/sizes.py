@@ -48,10 +48,10 @@ class TokenRange:
         """True, elementwise, for the ids inside the range."""
         return (self.first <= tokens) & (tokens <= self.last)
 
-    def within(self, others: "TokenRange") -> slice:
-        """Where these ids are among the columns of others."""
-        start = self.first - others.first
-        return slice(start, start + len(self))
+    @property
+    def columns(self) -> slice:
+        """Where these ids are among the columns of a whole vocabulary."""
+        return slice(self.first, self.last + 1)
 
 
 class ResizeStrategy(Enum):

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Numbers = Sequence[int] | Sequence[float]
-HostValues = Numbers | Sequence[Numbers] | Sequence[Sequence[Numbers]] | NDArray[np.uint8]
+HostArray = NDArray[np.uint8] | NDArray[np.bool_]
+HostValues = Numbers | Sequence[Numbers] | Sequence[Sequence[Numbers]] | HostArray
 
 
 def to_device(

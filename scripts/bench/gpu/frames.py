@@ -4,7 +4,6 @@ Drafts are scripted, because none is ever right about random weights; all script
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from statistics import median
 
 import torch
@@ -29,7 +28,6 @@ LIKE = {
     "Spec-VLA strict": "spec-vla-published:radius=0",
     "Spec-VLA r=9": "spec-vla-published",
 }
-_ALONE = ", passes alone"
 _OF_TEXT = 0.93  # of drafts of a thinking text stand
 _BASELINE_FRAMES = 5
 _BATCHES = (2, 4, 8)
@@ -45,28 +43,27 @@ def scripts_like(names: Sequence[str]) -> list[Script]:
 
 
 def captured_policy(
-    setting: Setting, scripts: Sequence[Script], frames: Sequence[ReplayFrame], num_rows: int = 1
+    setting: Setting,
+    scripts: Sequence[Script],
+    frames: Sequence[ReplayFrame],
+    num_rows: int = 1,
+    num_tokens: int = 7,
 ) -> tuple[ScriptedPolicy, MeasuredRunner]:
-    """One engine for all scripts: passes are captured, and whole rounds of those not `_ALONE`."""
+    """One engine for all scripts, whose passes are captured."""
     runner = MeasuredRunner(setting, setting.reserve(num_rows))
-    policy = setting.new_policy(runner)
+    policy = setting.new_policy(runner, num_tokens)
     answers: dict[int, tuple[int, ...]] = {}
     ours = ScriptedPolicy(policy, scripts, answers)
     with runner.warming_up(), torch.inference_mode():
         ours.model.capture()
-        ours.capture([one.name for one in scripts if not one.name.endswith(_ALONE)])
+        ours.engine.capture()
     answers.update(find_answers(ours, frames))
     return ours, runner
 
 
 def frames(setting: Setting) -> Iterator[Row]:
-    """Methods in turn at every frame; each with rounds captured whole, and with passes alone.
-
-    With passes alone the drafts and rules of today run as many small operations on the device: the
-    most that giving up whole rounds can cost.
-    """
-    whole = scripts_like(list(LIKE))
-    scripts = [two for one in whole for two in (one, replace(one, name=one.name + _ALONE))]
+    """Methods in turn at every frame."""
+    scripts = scripts_like(list(LIKE))
     seen = setting.frames(setting.size.frames)
     policy, runner = captured_policy(setting, scripts, seen)
     yield {
@@ -75,12 +72,8 @@ def frames(setting: Setting) -> Iterator[Row]:
         "MB kept": sum(one.num_bytes for one in runner.captures) / 1e6,
     }
     contenders = [Contender(one.name, policy, one.name) for one in scripts]
-    runs = {run.contender.name: run for run in replay(contenders, seen, num_warm_ups=3)}
-    for name, run in runs.items():
-        yield {"method": name, **_times(run)}
-    for one in whole:
-        more_ms = _more_alone_ms(runs[one.name], runs[one.name + _ALONE])
-        yield {"method": f"{one.name}: more for a round alone", "ms each": more_ms}
+    for run in replay(contenders, seen, num_warm_ups=3):
+        yield {"method": run.contender.name, **_times(run)}
     for key in runner.uncaptured:
         yield {"method": f"not captured: {key}"[:80]}
 
@@ -111,13 +104,6 @@ def num_later(run: Replay) -> list[int]:
     return [max(0, one - 1) for one in passes]
 
 
-def _more_alone_ms(whole: Replay, alone: Replay) -> float | None:
-    """Of a round behind the prefill; both have the same rounds, as coins fall alike."""
-    pairs = zip(whole.answers, alone.answers, num_later(whole), strict=True)
-    found = [(b.wall_ms - a.wall_ms) / rounds for a, b, rounds in pairs if rounds]
-    return median(found) if found else None
-
-
 def transformers(setting: Setting) -> Iterator[Row]:
     """Transformers' own model and loop behind our towers, beside ours in the same process."""
     seen = setting.frames(_BASELINE_FRAMES)
@@ -135,18 +121,11 @@ def transformers(setting: Setting) -> Iterator[Row]:
 
 
 def text(setting: Setting) -> Iterator[Row]:
-    """An answer as long as ECoT's, plain and with all of it drafted; passes alone are captured."""
-    size = setting.size
-    runner = MeasuredRunner(setting, setting.reserve(1))
-    policy = setting.new_policy(runner, size.text)
+    """An answer as long as ECoT's, plain and with all of it drafted."""
+    length, seen = setting.size.text, setting.frames(2)
     scripts = [Script(PLAIN), Script("drafted", _OF_TEXT, num_chains=1)]
-    answers: dict[int, tuple[int, ...]] = {}
-    ours, seen = ScriptedPolicy(policy, scripts, answers), setting.frames(2)
-    with runner.warming_up(), torch.inference_mode():
-        ours.model.capture()
-        ours.capture(())  # passes, and the one round of plain decoding
-    answers.update(find_answers(ours, seen))
-    contenders = [Contender(f"{one.name}, {size.text} tokens", ours, one.name) for one in scripts]
+    ours, _ = captured_policy(setting, scripts, seen, num_tokens=length)
+    contenders = [Contender(f"{one.name}, {length} tokens", ours, one.name) for one in scripts]
     for run in replay(contenders, seen, num_warm_ups=1):
         yield {"method": run.contender.name, **_times(run)}
 

@@ -3,17 +3,19 @@
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 
-from deft_policies.decoding.target import Target
+from deft_policies.decoding.captured import NARROW, WIDTHS, CapturedPasses, Shape, shapes_of
+from deft_policies.decoding.target import PassRow, Prompt, Target
 from deft_policies.decoding.tree import DraftTree
-from deft_policies.model.graphs import BUCKET, CapturedStep, Reserve
+from deft_policies.model.graphs import CapturedStep, Reserve, StepRunner
 from scripts.bench.gpu.asking import Row
-from scripts.bench.gpu.setting import Captured, MeasuredRunner, Setting, Size
+from scripts.bench.gpu.setting import Captured, MeasuredRunner, Setting, Size, reserve_of
 from scripts.bit_equality import (
     CHAIN,
     SHARED_KEYS,
@@ -34,10 +36,10 @@ from scripts.bit_equality import (
     tree_case,
 )
 
-WIDTHS = (1, 8, 16, 32, 64)  # nodes of a pass
 _RIDERS = 7  # behind a prompt: with its last token they are a pass of 8
 _BATCH = 3
-_ROOM = 128  # slots behind a prompt
+_SPAN = 32  # positions between the shortest prompt of a batch and the longest
+_ANSWER = 8  # tokens that there is room for
 _FRAMES = 2
 _MOST_KERNELS = 14  # of one table
 # What a chrome trace calls what runs on the device.
@@ -49,9 +51,9 @@ def bits(setting: Setting) -> Iterator[Row]:
     """Whether tokens have the bits of eager plain decoding, in all layers, eager and captured."""
     size = setting.size
     eager, captured = both_ways(setting)
-    prompts = prompts_of(eager.target, [size.prompt - 10])
-    tokens: list[int] = tokens_of(eager.target, 1, max(size.chains))[0].tolist()
-    where = find_plain_difference(prompts, tokens, captured, eager)
+    (prompt,) = prompts_of(eager.target, [size.prompt - 10])
+    (tokens,) = tokens_of(eager.target, 1, max(size.chains))
+    where = find_plain_difference(prompt, tokens, captured, eager)
     yield _verdict(f"plain along {len(tokens)} tokens", "captured", where)
     for case in cases_of(eager.target, size):
         for mode, passes in (("eager", eager), ("captured", captured)):
@@ -63,23 +65,24 @@ def bits(setting: Setting) -> Iterator[Row]:
 
 
 def both_ways(setting: Setting) -> tuple[Passes, Passes]:
-    """Passes of the whole model for a batch: eager, and captured."""
+    """Passes of the same fixed shapes for a batch: run as they come, and captured."""
     longest = setting.size.prompt
-    eager = Passes(setting.new_target(None), _BATCH, longest)
-    target = setting.new_target(Reserve(_BATCH, longest - 2 * BUCKET, longest))
-    return eager, Passes(target, _BATCH, longest, is_captured=True)
+    reserve = Reserve(_BATCH, longest - _SPAN, longest)
+    targets = setting.new_target(reserve, captures=False), setting.new_target(reserve)
+    eager, captured = (Passes(one, _BATCH, longest, is_captured=True) for one in targets)
+    return eager, captured
 
 
 def cases_of(target: Target, size: Size) -> Iterator[Case]:
-    """Passes behind a prompt, riders of 277, 285 and 288 rows where a prompt has 288, a batch."""
+    """Passes behind a prompt, riders behind prompts of two captured lengths, a batch."""
     prompt = size.prompt
     yield from chain_cases(target, prompt - 10, size.chains)
     for name in ("comb", "star"):
         yield tree_case(target, name, prompt - 10)
     riders = CHAIN[: _RIDERS + 1]
-    for rows in (prompt - 11, prompt - 3, prompt):
-        yield rider_case(target, riders, rows - _RIDERS)
-    yield rider_case(target, TREES["comb"], prompt - 3 - _RIDERS, keeps_hidden=False)
+    for length in (prompt - 18, prompt - 10, prompt):
+        yield rider_case(target, riders, length)
+    yield rider_case(target, TREES["comb"], prompt - 10, keeps_hidden=False)
     lengths = [prompt - 10, prompt - 20, prompt - 3]
     yield batch_case(target, lengths, TREES["woven"])
 
@@ -88,11 +91,12 @@ def _verdict(what: str, mode: str, where: str) -> Row:
     return {"what": what, "mode": mode, "equal": not where, "first difference": where or None}
 
 
-def _share(of: str, what: str, found: Sequence[str]) -> Row:
+def _share(of: str, mode: str, what: str, found: Sequence[str]) -> Row:
     """How many cases are equal, and where the first of the others is not."""
     differing = [one for one in found if one]
     return {
         "of": of,
+        "mode": mode,
         "what": what,
         "cases": len(found),
         "equal": len(found) - len(differing),
@@ -102,7 +106,10 @@ def _share(of: str, what: str, found: Sequence[str]) -> Row:
 
 @torch.inference_mode()
 def small_bits(setting: Setting) -> Iterator[Row]:
-    """The same of small decoders, as in tests/gpu/test_bits.py: more shapes, shared keys."""
+    """The same of small decoders, as in tests/gpu/test_bits.py: more shapes, shared keys.
+
+    Packed, as a CPU's passes are; with fused kernels also in the shapes that a GPU captures.
+    """
     kernels = setting.network.decoder.kernels
     every = {"small": SMALL, "shared keys": SHARED_KEYS}
     if kernels is not None:
@@ -110,11 +117,24 @@ def small_bits(setting: Setting) -> Iterator[Row]:
     for name, sizes in every.items():
         target = make_target(sizes, kernels=kernels)
         problem = "" if target.is_batch_invariant else target.describe_equality()
-        yield _share(name, "products", [problem])
-        passes = Passes(target, 8, 320)
-        for what, cases in _small_cases(target).items():
-            found = {case.name: find_difference(case, passes, passes) for case in cases}
-            yield _share(name, what, [where and f"{one}: {where}" for one, where in found.items()])
+        yield _share(name, "", "products", [problem])
+        ways = small_ways(target)
+        for mode in ways if kernels is not None else ("packed",):
+            passes = ways[mode]
+            for what, cases in _small_cases(target).items():
+                found = {case.name: find_difference(case, passes, passes) for case in cases}
+                where = [where and f"{one}: {where}" for one, where in found.items()]
+                yield _share(name, mode, what, where)
+
+
+def small_ways(target: Target) -> dict[str, Passes]:
+    """Two ways of laying out the passes of one decoder."""
+    runner = StepRunner(reserve=Reserve(8, 59, 300))
+    fixed = Target(target.decoder, target.action_tokens, runner=runner)
+    return {
+        "packed": Passes(target, 8, 320),
+        "fixed shapes": Passes(fixed, 8, 300, is_captured=True),
+    }
 
 
 def _small_cases(target: Target) -> dict[str, list[Case]]:
@@ -135,10 +155,14 @@ def _small_cases(target: Target) -> dict[str, list[Case]]:
 
 @dataclass(frozen=True)
 class Unit:
-    """A captured part of a frame, by name."""
+    """A captured part of a frame, by name.
+
+    Replays read the numbers that the last pass of any shape was given; `run` gives it its own.
+    """
 
     name: str
     captured: Captured
+    run: Callable[[], object]
 
     @property
     def step(self) -> CapturedStep:
@@ -146,33 +170,67 @@ class Unit:
         return self.captured.step
 
 
-def capture_units(setting: Setting, widths: Sequence[int] = WIDTHS) -> Iterator[Unit]:
-    """The parts of a frame of one row: towers, prefills of one bucket, passes by width."""
+def capture_units(setting: Setting, reserve: Reserve, shapes: Sequence[Shape]) -> Iterator[Unit]:
+    """The parts of a frame of one row: towers, prefills and passes of these shapes."""
     size, config = setting.size, setting.config
-    reserve = Reserve(1, size.prompt, size.prompt)
     target = setting.new_target(reserve)
-    runner, cache = target.runner, target.new_cache()
+    runner = target.runner
     assert isinstance(runner, MeasuredRunner)
-    cache.fix(1, size.prompt + _ROOM)
     side = config.image.size
-    target.read(setting.random(1, 3 * len(config.towers), side, side), [[0, 0]])
-    yield Unit("towers and projector", runner.captures[-1])
-    prompts = prompts_of(target, [size.prompt])
-    for riders in (0, _RIDERS):
-        tree = DraftTree.root_only(prompts.last_tokens).padded(1 + riders)
-        for keeps_hidden in (True, False):
-            target.prefill(cache, 0, replace(prompts, keep_hidden=keeps_hidden), tree)
-            hidden = "all hidden states" if keeps_hidden else "those of nodes"
-            yield Unit(f"prefill of {size.prompt + riders}, {hidden}", runner.captures[-1])
-    for width in widths:
-        target.score(cache, DraftTree.root_only(prompts.last_tokens).padded(width))
-        yield Unit(f"pass of {width}", runner.captures[-1])
+    pixels = setting.random(1, 3 * len(config.towers), side, side)
+    run = passes_by_shape(target, WIDTHS[-1], _ANSWER, size.prompt)
+    works: dict[str, Callable[[], object]] = {
+        "towers and projector": lambda: target.read(pixels, [[0, 0]])
+    }
+    works |= {name_of(shape): partial(run, shape) for shape in shapes}
+    for name, work in works.items():
+        work()
+        yield Unit(name, runner.captures[-1], work)
+
+
+def passes_by_shape(
+    target: Target, widest: int, num_tokens: int, length: int
+) -> Callable[[Shape], None]:
+    """What runs a pass of one row behind a prompt of this length, or a prefill, of a shape."""
+    cache = target.new_cache()
+    captured = target.set_aside(cache, widest, num_tokens)
+    assert isinstance(captured, CapturedPasses)
+
+    def run(shape: Shape) -> None:
+        prompt: Prompt | None = None
+        start = length
+        if shape.length:
+            (prompt,) = prompts_of(target, [shape.length])
+            start = shape.length - 1
+        tree = DraftTree.of_committed([0] * shape.width)
+        captured.keeps_hidden = shape.keeps_hidden
+        target.forward(cache, [PassRow(0, start, tree, 0, prompt=prompt)])
+
+    return run
+
+
+def name_of(shape: Shape) -> str:
+    """In words, of one row."""
+    if not shape.length:
+        return f"pass of {shape.width}"
+    riders = f" and {shape.width - 1}" if shape.width > 1 else ""
+    return f"prefill of {shape.length}{riders}" + ", all hidden states" * shape.keeps_hidden
 
 
 @torch.inference_mode()
 def passes(setting: Setting) -> Iterator[Row]:
-    """What a frame's parts take, replayed, and what capturing each costs."""
-    for unit in capture_units(setting):
+    """What a frame's parts take, replayed, and what capturing each costs.
+
+    Passes of every width, and prefills of every length that a server captures; with many riders
+    and with all hidden states only those of the longest.
+    """
+    reserve = reserve_of(setting.config, rows=1)
+    shapes = [
+        one
+        for one in shapes_of(reserve, WIDTHS[-1], keeps_hidden=False)
+        if one.length in (0, reserve.lengths[-1]) or one.width <= 1 + NARROW
+    ]
+    for unit in capture_units(setting, reserve, shapes):
         times = sorted(setting.milliseconds(unit.step.replay))
         yield {
             "captured": unit.name,
@@ -181,7 +239,6 @@ def passes(setting: Setting) -> Iterator[Row]:
             "p95 ms": times[-1 - len(times) // 20],
             "to capture, s": unit.captured.seconds,
             "MB kept": unit.captured.num_bytes / 1e6,
-            "inputs and outputs, MB": num_bytes_of(unit.step) / 1e6,
         }
     yield from _who_multiplies(setting)
 
@@ -199,25 +256,20 @@ def _who_multiplies(setting: Setting) -> Iterator[Row]:
         yield {"captured": f"{num_rows} rows: PyTorch multiplies {text}"}
 
 
-def num_bytes_of(step: CapturedStep) -> int:
-    """Of the tensors that a captured step keeps for itself."""
-    return sum(one.numel() * one.itemsize for one in (*step.inputs, *step.outputs))
-
-
 @torch.inference_mode()
 def kernels(setting: Setting) -> Iterator[Row]:
     """Where the time of a replay goes, kernel by kernel; chrome traces go into the folder."""
-    wanted = {"towers and projector", f"prefill of {setting.size.prompt}, those of nodes"}
-    units = [
-        unit
-        for unit in capture_units(setting, (1, 64))
-        if unit.name in wanted or unit.name.startswith("pass")
-    ]
+    length = setting.size.prompt
+    shapes = [Shape(1, 1, length), Shape(1, 1), Shape(1, 64)]
+    units = list(capture_units(setting, Reserve(1, length, length), shapes))
     plain = next(unit for unit in units if unit.name == "pass of 1")
+    plain.run()
     before_ms = setting.median_ms(plain.step.replay)
     for unit in units:
+        unit.run()
         yield from profile(setting, unit.name, unit.step.replay).rows(unit.name)
     # What profiles may slow down for good.
+    plain.run()
     after_ms = setting.median_ms(plain.step.replay)
     for when, ms in (("before any profile", before_ms), ("after all profiles", after_ms)):
         yield {"of": f"pass of 1, {when}", "us": 1e3 * ms}

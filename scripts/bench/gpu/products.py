@@ -68,7 +68,8 @@ def weights(setting: Setting) -> Iterator[Row]:
         "found": f"{num_bytes / 1e9:.2f} GB",
     }
     started = time.monotonic()
-    equality = setting.new_target(None).describe_equality()
+    target = setting.new_target(setting.reserve(1), captures=False)
+    equality = target.describe_equality()
     seconds = time.monotonic() - started
     yield {"what": "products asked about their bits", "seconds": seconds, "found": equality}
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from deft_client.image_chain import ImageChain
 from deft_client.types import Observation
 from deft_policies.benchmark.replay import ReplayFrame, generate_frames
+from deft_policies.decoding.captured import CapturedPasses
 from deft_policies.decoding.methods import AUTOREGRESSIVE
-from deft_policies.decoding.steps import BatchSteps
+from deft_policies.families.family import LONGEST_INSTRUCTION
 from deft_policies.families.openvla import OpenVLA, VlaTarget
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
@@ -51,7 +52,7 @@ class Size:
 
     name: str
     config: Callable[[], OpenVLAConfig]
-    prompt: int  # positions of the prompt that passes are timed behind: a whole bucket
+    prompt: int  # positions of the prompt that passes are timed behind: a captured length
     product_rows: tuple[int, ...]  # of matrix products
     repeats: int  # of what is timed; times are medians
     frames: int
@@ -84,7 +85,7 @@ SIZES = {
         name="7b",
         config=openvla_7b,
         prompt=288,
-        product_rows=(1, 8, 16, 64, 285, 288, 295, 304, 320),
+        product_rows=(1, 8, 16, 64, 128, 288, 296, 352, 512),
         repeats=30,
         frames=20,
         chains=(8, 64),
@@ -161,12 +162,10 @@ class MeasuredRunner(StepRunner):
 
 
 def kind_of(key: Any) -> str:
-    """What a runner's key names: see `Target`, `BatchSteps` and `StepRunner.run_batch`."""
-    if isinstance(key[0], tuple):
+    """What a runner's key names: see `CapturedPasses` and `StepRunner.run_batch`."""
+    if not isinstance(key[0], CapturedPasses):
         return "towers"
-    if isinstance(key[0], BatchSteps):
-        return "rounds"
-    return "passes" if len(key) == 4 else "prefills"  # target and cache; rows and nodes
+    return "prefills" if key[1].length else "passes"
 
 
 def repeat(step: Step, inputs: Tensors) -> CapturedStep:
@@ -178,6 +177,12 @@ def repeat(step: Step, inputs: Tensors) -> CapturedStep:
             kept.copy_(new)
 
     return CapturedStep(inputs, outputs, replay)
+
+
+def reserve_of(config: OpenVLAConfig, rows: int = Reserve.rows) -> Reserve:
+    """What a server of this model captures passes for: as `OpenVLAFamily.reserve`."""
+    patches = config.num_patches
+    return Reserve(rows, shortest=patches + 1, longest=patches + LONGEST_INSTRUCTION)
 
 
 class Setting:
@@ -217,9 +222,9 @@ class Setting:
             return partial(capture_on_cuda, torch.cuda.graph_pool_handle())
         return repeat
 
-    def new_target(self, reserve: Reserve | None) -> VlaTarget:
-        """Passes over the model; without a reserve they are eager, and make no batch special."""
-        runner = _EagerRunner() if reserve is None else MeasuredRunner(self, reserve)
+    def new_target(self, reserve: Reserve, captures: bool = True) -> VlaTarget:
+        """Passes of fixed shapes over the model; without capturing they run as they come."""
+        runner = MeasuredRunner(self, reserve) if captures else StepRunner(reserve=reserve)
         return VlaTarget(self.network, runner=runner)
 
     def new_policy(self, runner: StepRunner, num_tokens: int = 7) -> VlaPolicy:
@@ -322,11 +327,3 @@ class Setting:
             torch.cuda.synchronize()  # raises where the device is lost
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-
-
-class _EagerRunner(StepRunner):
-    """Runs every step as it comes, with masks as captured passes have them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reserve = Reserve()

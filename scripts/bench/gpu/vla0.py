@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import torch
 
+from deft_policies.decoding.captured import Shape
 from deft_policies.decoding.target import Target
-from deft_policies.decoding.tree import DraftTree
 from deft_policies.families.vla0.network import Vla0Config, Vla0Network
 from deft_policies.model.graphs import Reserve
 from deft_policies.model.qwen_vision import FRAMES, PATCH, QwenVisionSizes
@@ -13,12 +13,11 @@ from deft_policies.model.random_weights import STATISTICS_KEY, unit_statistics
 from deft_policies.model.sizes import LlamaSizes, TokenRange
 from deft_policies.model.vla import allocate
 from scripts.bench.gpu.asking import Row
-from scripts.bench.gpu.passes import profile
+from scripts.bench.gpu.passes import name_of, passes_by_shape, profile
 from scripts.bench.gpu.setting import MeasuredRunner, Setting
-from scripts.bit_equality import prompts_of
 
 WIDTHS = (1, 16, 128)
-_ROOM = 1024  # slots behind a prompt: its longest text
+_ROOM = 1024  # positions behind a prompt: its longest text
 _PICTURES = 2
 _NUM_TOKENS = 12  # that answers are written with
 
@@ -60,17 +59,13 @@ def vla0(setting: Setting) -> Iterator[Row]:
     for kernels in (None, fused) if fused is not None else (None,):
         network.decoder.kernels = kernels
         way = "as it is served" if kernels is None else "with fused kernels"
-        reserve = Reserve(1, setting.size.prompt, setting.size.prompt)
-        runner = MeasuredRunner(setting, reserve)
+        length = setting.size.prompt
+        runner = MeasuredRunner(setting, Reserve(1, length, length))
         target = Target(network.decoder, TokenRange(0, _NUM_TOKENS - 1), runner=runner)
-        cache = target.new_cache()
-        cache.fix(1, setting.size.prompt + _ROOM)
-        prompts = prompts_of(target, [setting.size.prompt])
-        target.prefill(cache, 0, prompts, DraftTree.root_only(prompts.last_tokens))
-        yield _row(setting, f"prefill of {setting.size.prompt}", way, runner)
-        for width in WIDTHS:
-            target.score(cache, DraftTree.root_only(prompts.last_tokens).padded(width))
-            yield _row(setting, f"pass of {width}", way, runner)
+        run = passes_by_shape(target, WIDTHS[-1], _ROOM, length)
+        for shape in (Shape(1, 1, length), *(Shape(1, width) for width in WIDTHS)):
+            run(shape)
+            yield _row(setting, name_of(shape), way, runner)
         yield {"what": "products", "way": way, "bits": target.describe_equality()}
     side = 16  # patches of a picture's side
     patches = setting.random(_PICTURES, side**2, 3 * FRAMES * PATCH**2)

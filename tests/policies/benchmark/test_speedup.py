@@ -1,19 +1,13 @@
 """The formula for speculation beside a simulation of it, and what a benchmark makes of traces."""
 
 import random
-from dataclasses import dataclass
 
 import pytest
-import torch
-from torch import Tensor
 
 from deft_client.measures.statistics import Percentiles
 from deft_policies.benchmark.summary import Speed
 from deft_policies.benchmark.tables import batch_table
-from deft_policies.decoding.acceptance.host_waits import find_wait
-from deft_policies.decoding.acceptance.rule import AcceptanceRule, ScoredTree
 from scripts.reproduce.measures import expected_speedup, expected_tokens
-from tests.policies.decoding.scripts import METHODS
 
 
 def simulated(acceptance: float, length: int, seed: int = 0) -> float:
@@ -59,26 +53,3 @@ def test_batches_are_compared_with_plain_decoding_of_the_same_size() -> None:
     assert "200.0 (2.00)" in text
     assert "160.0 (0.80)" in text
     assert batch_table([speed("autoregressive", 1, 10.0)], "autoregressive") == ""
-
-
-@dataclass(frozen=True)
-class Asks(AcceptanceRule):
-    """A rule that wants to know before it answers."""
-
-    def accepts(self, scored: ScoredTree) -> Tensor:
-        if bool((scored.deviations == 0).all()):  # here the host waits
-            return scored.is_equal
-        return torch.zeros_like(scored.is_equal)
-
-
-def test_the_line_where_a_rule_makes_the_host_wait_is_named() -> None:
-    found = find_wait(Asks())
-    assert found is not None
-    assert found.startswith("test_speedup.py:")
-    assert "if bool((scored.deviations == 0).all())" in found
-
-
-def test_none_of_our_rules_makes_the_host_wait() -> None:
-    assert {method.name: find_wait(method.rule) for method in METHODS} == dict.fromkeys(
-        method.name for method in METHODS
-    )

@@ -247,12 +247,25 @@ def test_a_hub_id_offline_is_an_error_of_one_line(
 def test_too_little_memory_is_told_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     config, free = load_config(golden.TINY_OPENVLA), 1 << 40
     monkeypatch.setattr("deft_policies.checkpoint.open.find_free_bytes", lambda device: free)
-    need = check_memory(tensor_places(config), CPU, torch.float32, Quantization.NONE)
-    free = need
-    assert check_memory(tensor_places(config), CPU, torch.float32, Quantization.NONE) == need
+    asked = tensor_places(config), CPU, torch.float32, Quantization.NONE
+    need = check_memory(*asked)
+    free = sum(need.values())
+    assert check_memory(*asked) == need
     free = 10_000_000
-    with pytest.raises(DeviceError, match=r"0\.3 GiB"):
-        check_memory(tensor_places(config), CPU, torch.float32, Quantization.NONE)
+    with pytest.raises(DeviceError, match=r"0\.3 GiB .* of weights"):
+        check_memory(*asked)
+
+
+def test_what_passes_set_aside_is_counted_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where a larger batch takes more."""
+    config, free = load_config(golden.TINY_OPENVLA), 1 << 40
+    monkeypatch.setattr("deft_policies.checkpoint.open.find_free_bytes", lambda device: free)
+    asked = tensor_places(config), CPU, torch.float32, Quantization.NONE
+    need = check_memory(*asked, {"keys and values": 3 << 30})
+    assert need["keys and values"] == 3 << 30
+    free = 2 << 30
+    with pytest.raises(DeviceError, match=r"3\.0 of keys and values.*smaller --largest-batch"):
+        check_memory(*asked, {"keys and values": 3 << 30})
 
 
 def test_the_memory_estimate_counts_what_is_loaded() -> None:

@@ -7,30 +7,36 @@ import pytest
 import torch
 
 from deft_policies.decoding.acceptance.rule import ActionSpace
-from deft_policies.decoding.batch import AnswerSpec, Row
 from deft_policies.decoding.engine import DraftModels, Engine
 from deft_policies.decoding.methods import find_method
+from deft_policies.decoding.sequence import AnswerSpec
+from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.target import Target
 from deft_policies.memory import SessionMemory
 from deft_policies.model.kv_cache import KVCache
 from tests.policies.decoding.scripts import clock
-from tests.policies.decoding.test_any_length import decoder, prompt, side_by_side
+from tests.policies.decoding.test_any_length import decoder, prompt
 from tests.tiny_target import ACTIONS
 
-METHODS = ("autoregressive", "lossless:plan=memory", "lossless:plan=memory-wide", "token-recycling")
+METHODS = (
+    "autoregressive",
+    "lossless:plan=memory",
+    "lossless:plan=memory+recycled",
+    "token-recycling",
+)
 
 
-def row_of(method: str, max_tokens: int, seed: int) -> Row:
+def row_of(method: str, max_tokens: int, seed: int) -> Answer:
     """An answer of a session that has acted once."""
     own = tuple(ACTIONS.first + (7 * seed + place) % 48 for place in range(max_tokens))
-    return Row(
+    return Answer(
         find_method(method),
         AnswerSpec.action(ActionSpace.in_bins(max_tokens)),
         SessionMemory(own=(own,), noise=seed),
     )
 
 
-def ends(engine: Engine, rows: Sequence[Row]) -> None:
+def ends(engine: Engine, rows: Sequence[Answer]) -> None:
     with torch.inference_mode():
         while any(not row.is_done for row in rows):
             engine.step(clock())
@@ -40,7 +46,7 @@ def alone(method: str, max_tokens: int, seed: int) -> list[int]:
     row = row_of(method, max_tokens, seed)
     engine = Engine(Target(decoder(), ACTIONS))
     with torch.inference_mode():
-        engine.start(prompt(3, seed), [row])
+        engine.start([prompt(3, seed)], [row])
     ends(engine, [row])
     return row.tokens
 
@@ -55,9 +61,9 @@ def test_a_row_that_joins_at_a_cancel_answers_as_alone(
     first = row_of(method, 7, 1)
     joined = [row_of(method, length, seed) for seed, length in enumerate(lengths, start=2)]
     with torch.inference_mode():
-        engine.start(prompt(3, 1), [first])
+        engine.start([prompt(3, 1)], [first])
         engine.step(clock())
-        engine.start(side_by_side([prompt(3, 2), prompt(3, 3)]), joined)
+        engine.start([prompt(3, 2), prompt(3, 3)], joined)
         engine.cancel(first)
     ends(engine, joined)
     assert [row.tokens for row in joined] == [
@@ -72,7 +78,7 @@ def test_a_row_cancelled_before_its_first_pass_harms_no_neighbour(
     engine = Engine(Target(decoder(), ACTIONS))
     gone, kept = row_of(method, 7, 1), row_of(method, 7, 2)
     with torch.inference_mode():
-        engine.start(side_by_side([prompt(3, 1), prompt(3, 2)]), [gone, kept])
+        engine.start([prompt(3, 1), prompt(3, 2)], [gone, kept])
         engine.cancel(gone)
     ends(engine, [kept])
     assert kept.tokens == alone(method, 7, 2)
@@ -86,10 +92,13 @@ def test_a_session_that_has_acted_writes_a_text_drafted_from_n_grams(method: str
     text = AnswerSpec(40, 5, ActionSpace.in_bins(7))
     engine = Engine(Target(decoder(), ACTIONS))
     memory = SessionMemory(own=((30, 31, 32, 33, 34, 35, 36),) * 3)
-    row, plain = Row(find_method(method), text, memory), Row(find_method("autoregressive"), text)
+    row, plain = (
+        Answer(find_method(method), text, memory),
+        Answer(find_method("autoregressive"), text),
+    )
     with torch.inference_mode():
         for one in (row, plain):
-            engine.decode(prompt(3, 1), [one], clock())
+            engine.decode([prompt(3, 1)], [one], clock())
     assert len(plain.tokens) > 7
     assert row.tokens == plain.tokens
 
@@ -101,7 +110,7 @@ def test_memory_is_of_what_is_served_and_not_of_what_callers_name() -> None:
     for share in range(1, 60):
         rows = [row_of(f"small-model:patch_share={share / 1000 + i / 10}", 7, i) for i in range(3)]
         with torch.inference_mode():
-            engine.start(side_by_side([prompt(3, 1)] * 3), rows)
+            engine.start([prompt(3, 1)] * 3, rows)
         ends(engine, rows)
     assert num_caches() - before <= 20
 
@@ -115,11 +124,11 @@ def most_bytes_beside(methods: Sequence[str]) -> int:
     """Of all tensors that texts need, of which eight are on their way at a time."""
     small = Target(decoder(), ACTIONS)
     engine = Engine(Target(decoder(), ACTIONS), DraftModels(small_model=small))
-    before, most, running = num_bytes(), 0, list[Row]()
+    before, most, running = num_bytes(), 0, list[Answer]()
     for seed, method in enumerate(methods):
-        row = Row(find_method(method), AnswerSpec(40, None, ActionSpace.in_bins(7)))
+        row = Answer(find_method(method), AnswerSpec(40, None, ActionSpace.in_bins(7)))
         with torch.inference_mode():
-            engine.start(prompt(3, seed % 8), [row])
+            engine.start([prompt(3, seed % 8)], [row])
             running.append(row)
             while len(running) >= 8:
                 ended = engine.step(clock())

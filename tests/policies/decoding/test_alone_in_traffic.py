@@ -16,21 +16,23 @@ import pytest
 import torch
 
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
-from deft_policies.decoding.batch import AnswerSpec, Row
 from deft_policies.decoding.engine import DraftModels, Engine
 from deft_policies.decoding.methods import Method, find_method
-from deft_policies.decoding.target import Prompts, Target
+from deft_policies.decoding.sequence import AnswerSpec
+from deft_policies.decoding.sequence import Sequence as Row
+from deft_policies.decoding.target import Prompt, Target
 from deft_policies.memory import SessionMemory
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads, head_sizes
 from deft_policies.model.llama import LlamaDecoder, first_layers
 from tests.policies.decoding.scripts import clock
-from tests.policies.decoding.test_any_length import decoder, prompt, side_by_side
+from tests.policies.decoding.test_any_length import decoder, prompt
 from tests.tiny_target import ACTIONS, WIDTH
 
 EXACT = (
     "autoregressive",
     "lossless:plan=memory",
-    "lossless:plan=memory-wide",
+    "lossless:plan=memory+recycled",
+    "lossless:drafts=extrapolation+previous,guard=off",
     "lossless:drafts=previous+head,guard=off",
     "lossless:drafts=ngram+recycled,guard=off",
     "lossless:drafts=previous-answer,guard=off",
@@ -75,9 +77,8 @@ class Answer:
         assert row.is_finite
         assert row.trace is not None
         passes = tuple((one.accepted_length, one.bonus) for one in row.trace.passes)
-        memory = replace(row.memory, passes_needed={})
         margins = row.trace.margins
-        return Answer(tuple(row.tokens), tuple(row.target_tokens), margins, passes, memory)
+        return Answer(tuple(row.tokens), tuple(row.target_tokens), margins, passes, row.memory)
 
     def is_near(self, other: "Answer") -> bool:
         """Whether they part where the two likeliest tokens are as good as equal."""
@@ -117,9 +118,9 @@ class Models:
             small_model=small,
         )
 
-    def prompts(self, requests: Sequence["Request"]) -> Prompts:
-        each = side_by_side([prompt(one.text_length, one.picture) for one in requests])
-        return replace(each, embeds=each.embeds.to(self.dtype))
+    def prompts(self, requests: Sequence["Request"]) -> list[Prompt]:
+        each = [prompt(one.text_length, one.picture) for one in requests]
+        return [replace(one, embeds=one.embeds.to(self.dtype)) for one in each]
 
     def alone(self, request: "Request") -> "Answer":
         key = repr(request)
@@ -181,7 +182,6 @@ class Traffic:
         self.models, self.engine = models, models.engine()
         self.asked: dict[Row, Request] = {}
         self.ended: list[tuple[Request, Answer]] = []
-        # Few methods, so that rows of one method meet in a batch.
         self.kinds = [self._kind() for _ in range(self.rng.choice((1, 1, 2, 4)))]
 
     def _kind(self) -> tuple[str, float]:

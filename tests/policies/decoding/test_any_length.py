@@ -18,13 +18,13 @@ from torch.nn.functional import one_hot
 
 from deft_policies.decoding import kinds
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
-from deft_policies.decoding.batch import AnswerSpec, Batch, Row
-from deft_policies.decoding.drafts import LOGITS, Chains, DraftLimits, DraftSource
+from deft_policies.decoding.drafts import DraftSource, Guesses
 from deft_policies.decoding.engine import Engine
 from deft_policies.decoding.methods import Method, find_method
 from deft_policies.decoding.plan import Plan
-from deft_policies.decoding.target import Prompts, Scores, Target
-from deft_policies.decoding.tree import DraftTree
+from deft_policies.decoding.sequence import AnswerSpec
+from deft_policies.decoding.sequence import Sequence as Answer
+from deft_policies.decoding.target import PassRow, Prompt, Scores, Target
 from deft_policies.errors import RequestError
 from deft_policies.model.kv_cache import KVCache
 from deft_policies.model.llama import LlamaDecoder
@@ -46,27 +46,14 @@ def decoder() -> LlamaDecoder:
 
 
 @lru_cache(maxsize=64)
-def prompt(text_length: int, seed: int) -> Prompts:
-    return random_prompts(decoder(), [text_length], seed)
-
-
-def side_by_side(prompts: Sequence[Prompts]) -> Prompts:
-    embeds = [one.embeds[0] for one in prompts]
-    padded = torch.nn.utils.rnn.pad_sequence(embeds, batch_first=True)
-    lengths = torch.cat([one.lengths for one in prompts])
-    return replace(
-        prompts[0],
-        embeds=padded,
-        lengths=lengths,
-        last_tokens=torch.cat([one.last_tokens for one in prompts]),
-        features=None,
-    )
+def prompt(text_length: int, seed: int) -> Prompt:
+    return random_prompts(decoder(), [text_length], seed)[0]
 
 
 @lru_cache(maxsize=256)
 def wanted(text_length: int, seed: int, max_tokens: int, stop: int | None) -> tuple[int, ...]:
     """Plain decoding, by a cache of nothing but tokens."""
-    embeds = prompt(text_length, seed).embeds
+    embeds = prompt(text_length, seed).embeds[None]
     tokens: list[int] = []
     while len(tokens) < max_tokens and (not tokens or tokens[-1] != stop):
         tokens.append(int(decoder().head(decoder()(embeds)[0, -1]).argmax()))
@@ -74,56 +61,46 @@ def wanted(text_length: int, seed: int, max_tokens: int, stop: int | None) -> tu
     return tuple(tokens)
 
 
-def expect_plain(prompts: Prompts, tokens: Sequence[int], form: AnswerSpec) -> None:
+def expect_plain(prompt: Prompt, tokens: Sequence[int], form: AnswerSpec) -> None:
     """Every token the likeliest after those before it, up to the stop token or the limit."""
-    embeds = torch.cat((prompts.embeds, decoder().embedding(torch.tensor([list(tokens)]))), dim=1)
-    logits = decoder().head(decoder()(embeds)[0, prompts.embeds.shape[1] - 1 : -1])
+    embeds = torch.cat((prompt.embeds, decoder().embedding(torch.tensor(list(tokens)))))
+    logits = decoder().head(decoder()(embeds[None])[0, prompt.length - 1 : -1])
     best = logits.amax(dim=1)
     assert torch.all(logits[torch.arange(len(tokens)), torch.tensor(tokens)] >= best - NEAR)
     assert form.stop is None or form.stop not in tokens[:-1]
     assert len(tokens) == form.max_tokens or tokens[-1] == form.stop
 
 
-@dataclass
+@dataclass(eq=False)
 class Scripted(DraftSource):
     """Chains that go on as the answer does, more or less: `skill` is the chance of each token."""
 
     skill: float
     seed: int
-    rides: bool
+    early: bool
     kind: str = kinds.HEAD
-    capturable: bool = False
     rng: random.Random = field(default_factory=random.Random)
 
     def __post_init__(self) -> None:
-        self.needs = frozenset() if self.rides else frozenset({LOGITS})
-
-    def allocate(self, batch: Batch) -> None:
         self.rng.seed(self.seed)
 
-    def draft(self, batch: Batch, limits: DraftLimits) -> Chains | DraftTree:
-        steps = self.rng.randint(1, min(limits.depth, 300)) if limits.depth else 0
-        num_chains = self.rng.randint(1, 3)
-        rows = [self._row(row, steps, num_chains) for row in batch.rows]
-        tokens = torch.tensor(rows).view(len(rows), num_chains, steps)
-        return Chains(tokens, torch.rand(tokens.shape) < 0.98)
-
-    def _row(self, row: Row | None, steps: int, num_chains: int) -> list[list[int]]:
-        right = [] if row is None else list(answer_of(row)[row.count :])
+    def draft(self, sequence: Answer, depth: int) -> Guesses:
+        steps = self.rng.randint(0, min(depth, 300))
+        right = list(answer_of(sequence)[sequence.count :])
         right += [STOP] * (steps - len(right))
         return [
             [
                 one if self.rng.random() < self.skill else self.rng.randrange(VOCABULARY)
                 for one in right[:steps]
             ]
-            for _ in range(num_chains)
+            for _ in range(self.rng.randint(1, 3))
         ]
 
 
 ASKED: dict[int, tuple[int, int]] = {}  # the prompt of a row, by the noise of its memory
 
 
-def answer_of(row: Row) -> tuple[int, ...]:
+def answer_of(row: Answer) -> tuple[int, ...]:
     return wanted(*ASKED[row.memory.noise], row.spec.max_tokens, row.spec.stop)
 
 
@@ -140,8 +117,8 @@ def method_with(rides: bool, text: str = "lossless:guard=off") -> Method:
     return replace(find_method(text), plans=(Plan("case", riders, (kinds.HEAD,)),))
 
 
-def row_of(method: Method, text_length: int, seed: int, form: AnswerSpec, number: int) -> Row:
-    row = Row(method, form)
+def row_of(method: Method, text_length: int, seed: int, form: AnswerSpec, number: int) -> Answer:
+    row = Answer(method, form)
     row.memory = replace(row.memory, noise=number)
     ASKED[number] = (text_length, seed)
     return row
@@ -172,9 +149,9 @@ def test_answers_are_plain_decodings_whoever_joins_or_leaves(
 ) -> None:
     rng = random.Random(seed)
     engine, method = engine_with(Scripted(skill, seed, rides)), method_with(rides)
-    asked: dict[int, tuple[Prompts, AnswerSpec]] = {}
+    asked: dict[int, tuple[Prompt, AnswerSpec]] = {}
     waiting, answered = list(starts), 0
-    open_rows: list[Row] = []
+    open_rows: list[Answer] = []
     with torch.inference_mode():
         while waiting or open_rows:
             if waiting and (not open_rows or rng.random() < 0.4):
@@ -186,7 +163,7 @@ def test_answers_are_plain_decodings_whoever_joins_or_leaves(
                 ]
                 for row, one, (_, _, form) in zip(rows, prompts, some, strict=True):
                     asked[row.memory.noise] = (one, form)
-                engine.start(side_by_side(prompts), rows)
+                engine.start(prompts, rows)
                 open_rows += rows
             if open_rows and rng.random() < 0.05:
                 engine.cancel(open_rows.pop(rng.randrange(len(open_rows))))
@@ -206,16 +183,14 @@ def test_right_drafts_of_several_hundred_tokens_take_one_pass(
     max_tokens: int, stop: int | None
 ) -> None:
     class Whole(Scripted):
-        def draft(self, batch: Batch, limits: DraftLimits) -> Chains:
-            right = torch.tensor([answer_of(row) for row in batch.rows if row])[:, None]
-            assert right.shape[2] <= max_tokens
-            return Chains(right, torch.ones_like(right, dtype=torch.bool))
+        def draft(self, sequence: Answer, depth: int) -> Guesses:
+            return [list(answer_of(sequence))]
 
     form = AnswerSpec(max_tokens, stop)
     engine, method = engine_with(Whole(1.0, 0, True)), method_with(rides=True)
     with torch.inference_mode():
         row = row_of(method, 4, 1, form, 0)
-        engine.decode(prompt(4, 1), [row], clock())
+        engine.decode([prompt(4, 1)], [row], clock())
     assert tuple(row.tokens) == wanted(4, 1, max_tokens, stop)
     assert row.num_passes == 1
 
@@ -225,7 +200,7 @@ def test_plain_decoding_is_the_same_loop() -> None:
     engine = Engine(Target(decoder(), ACTIONS))
     rows = [row_of(plain, 3, 0, AnswerSpec(50, 24), 0), row_of(plain, 5, 2, AnswerSpec(9), 1)]
     with torch.inference_mode():
-        engine.decode(side_by_side([prompt(3, 0), prompt(5, 2)]), rows, clock())
+        engine.decode([prompt(3, 0), prompt(5, 2)], rows, clock())
     assert [tuple(row.tokens) for row in rows] == [wanted(3, 0, 50, 24), wanted(5, 2, 9, None)]
     assert [row.num_passes for row in rows] == [len(row.tokens) for row in rows]
 
@@ -234,22 +209,16 @@ def test_distances_are_refused_by_name_where_answers_have_no_bins() -> None:
     engine = Engine(Target(decoder(), ACTIONS))
     for name in ("deft", "within-bins", "entropy-radius", "heisd-like", "kerv-like", "lvspec"):
         with pytest.raises(RequestError, match=f"{name!r} measures distances"):
-            engine.check(Row(find_method(name), AnswerSpec(20, STOP)))
+            engine.check(Answer(find_method(name), AnswerSpec(20, STOP)))
     for name in ("lossless", "fly", "top-k", "near-top"):
-        engine.check(Row(find_method(name), AnswerSpec(20, STOP)))
+        engine.check(Answer(find_method(name), AnswerSpec(20, STOP)))
 
 
 class Near(Scripted):
     """One chain: the answer with every action token moved by a bin, and so is some text."""
 
-    def draft(self, batch: Batch, limits: DraftLimits) -> Chains:
-        rows = []
-        for row in batch.rows:
-            assert row is not None
-            rest = list(MIXED[row.count :])[: limits.depth]
-            rows.append([one + 1 for one in rest] + [0] * (limits.depth - len(rest)))
-        tokens = torch.tensor(rows)[:, None]
-        return Chains(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    def draft(self, sequence: Answer, depth: int) -> Guesses:
+        return [[one + 1 for one in MIXED[sequence.count :]][:depth]]
 
 
 MIXED = [3, 9, 11, 30, 31, 32, 33, 34, 35, 50, STOP]  # text, an action, the end
@@ -258,23 +227,16 @@ MIXED = [3, 9, 11, 30, 31, 32, 33, 34, 35, 50, STOP]  # text, an action, the end
 class MixedTarget(Target):
     """Says MIXED, whatever was said before: only how many tokens there are counts."""
 
-    committed = 0
+    num_prompt = 0
 
-    def prefill(
-        self, rows: KVCache, first: int, prompts: Prompts, tree: DraftTree
-    ) -> tuple[Scores, torch.Tensor]:
-        scores, hidden = super().prefill(rows, first, prompts, tree)
-        self.committed = int(prompts.lengths[0])
-        return self._said(tree, 0, scores), hidden
-
-    def score(self, rows: KVCache, tree: DraftTree) -> Scores:
-        count = int(rows.length[0]) - self.committed + 1
-        return self._said(tree, count, super().score(rows, tree))
-
-    def _said(self, tree: DraftTree, count: int, scores: Scores) -> Scores:
-        places = (count + tree.depths()).clamp(max=len(MIXED) - 1)
-        said = torch.tensor(MIXED)[places]
-        return replace(scores, logits=one_hot(said, VOCABULARY).float())
+    def forward(self, cache: KVCache, rows: Sequence[PassRow]) -> Scores:
+        if rows[0].prompt is not None:
+            self.num_prompt = rows[0].prompt.length
+        scores, last = super().forward(cache, rows), len(MIXED) - 1
+        count = rows[0].start - self.num_prompt + 1
+        said = [MIXED[min(count + depth, last)] for depth in rows[0].tree.depths()]
+        logits = one_hot(torch.tensor(said), VOCABULARY).float()
+        return replace(scores, logits=logits, best=torch.tensor(said))
 
 
 @pytest.mark.parametrize("rides", [True, False])
@@ -284,7 +246,7 @@ def test_only_action_tokens_behind_text_are_relaxed(rides: bool) -> None:
     engine = engine_over(MixedTarget(decoder(), ACTIONS), Near(1.0, 0, rides))
     row = row_of(method, 3, 0, AnswerSpec(30, STOP, ActionSpace.in_bins(7)), 0)
     with torch.inference_mode():
-        engine.decode(prompt(3, 0), [row], clock())
+        engine.decode([prompt(3, 0)], [row], clock())
     assert row.target_tokens == MIXED
     assert row.tokens[:3] == MIXED[:3]
     assert row.tokens[-1] == STOP
@@ -304,7 +266,7 @@ def test_a_budget_of_an_action_counts_from_where_the_action_begins() -> None:
     engine = engine_over(MixedTarget(decoder(), ACTIONS), Near(1.0, 0, True))
     row = row_of(method, 3, 0, AnswerSpec(30, STOP, space), 0)
     with torch.inference_mode():
-        engine.decode(prompt(3, 0), [row], clock())
+        engine.decode([prompt(3, 0)], [row], clock())
     moved = [
         done - said for done, said in zip(row.tokens[3:10], row.target_tokens[3:10], strict=True)
     ]
@@ -323,22 +285,22 @@ def test_one_method_answers_texts_and_actions_in_any_order(
     with torch.inference_mode():
         for number, form in enumerate(forms):
             row = row_of(method, 3, number, form, 0)
-            engine.decode(prompt(3, number), [row], clock())
+            engine.decode([prompt(3, number)], [row], clock())
             assert tuple(row.tokens) == wanted(3, number, form.max_tokens, form.stop)
 
 
 def test_a_source_that_reads_passes_never_rides_before_the_first_one() -> None:
     class AfterPasses(Scripted):
-        def draft(self, batch: Batch, limits: DraftLimits) -> Chains | DraftTree:
-            assert batch.last is not None
-            return super().draft(batch, limits)
+        def draft(self, sequence: Answer, depth: int) -> Guesses:
+            assert sequence.last is not None
+            return super().draft(sequence, depth)
 
-    engine, method = engine_with(AfterPasses(0.9, 0, rides=False)), method_with(rides=True)
+    engine, method = engine_with(AfterPasses(0.9, 0, early=False)), method_with(rides=True)
     form = AnswerSpec(20)
     with torch.inference_mode():
         for number in range(2):
             row = row_of(method, 3, number, form, 0)
-            engine.decode(prompt(3, number), [row], clock())
+            engine.decode([prompt(3, number)], [row], clock())
             assert tuple(row.tokens) == wanted(3, number, 20, None)
             assert row.trace is not None
             assert len(row.trace.passes[0].tokens) == 1
@@ -348,8 +310,13 @@ def test_actions_of_two_lengths_are_guarded_apart() -> None:
     method, engine = find_method("lossless"), Engine(Target(decoder(), ACTIONS))
     forms = [AnswerSpec.action(ActionSpace.in_bins(length)) for length in (4, 9)]
     with torch.inference_mode():
+        engine.warm_up(prompt(3, 0), method, forms[0])
         rows = [row_of(method, 3, 0, form, 0) for form in forms]
-        engine.decode(side_by_side([prompt(3, 0)] * 2), rows, clock())
-        assert [len(row.tokens) for row in rows] == [4, 9]
-    assert {row.choice.reason for row in rows} == {"measuring plain decoding"}
-    assert sorted(key[::2] for key in engine._guards) == [("lossless", 4), ("lossless", 9)]
+        engine.decode([prompt(3, 0)] * 2, rows, clock())
+    assert [len(row.tokens) for row in rows] == [4, 9]
+    first, second = (row.guard for row in rows)
+    assert first is not None
+    assert second is not None
+    assert first is not second
+    # What a pass costs is known; a longer answer takes more of them.
+    assert second.expected_ms("plain") > first.expected_ms("plain")

@@ -1,9 +1,8 @@
-"""Between prefill and last token the host reads from the device once per round, and no more.
+"""The host reads from the device once a pass, and once for each model that drafts; no more.
 
-Shown without a GPU: all of decoding runs on meta tensors, which have shapes but no values. Whatever
-would make the host wait for a value (tolist, item, bool, indexing by a mask) fails on them, so what
-runs through cannot do so; the one read of a round is answered by a script and counted. The trace
-is read when an answer has ended.
+Shown without a GPU: decoding runs on meta tensors, which have shapes but no values. Whatever would
+make the host wait for a value (tolist, item, bool, indexing by a mask) fails on them, so what runs
+through cannot do so. The reads there are, are answered by a script and counted.
 """
 
 from collections.abc import Sequence
@@ -11,17 +10,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from deft_policies.decoding import batch, kinds, steps
-from deft_policies.decoding.acceptance.rule import ActionSpace
-from deft_policies.decoding.batch import AnswerSpec, Row
-from deft_policies.decoding.drafts.retrieval import RetrievalIndex
+from deft_policies.decoding import engine as engine_module
+from deft_policies.decoding import kinds
+from deft_policies.decoding.acceptance.rule import ActionSpace, DeviceRule, TreeRule
+from deft_policies.decoding.drafts import heads
+from deft_policies.decoding.drafts.growth import Grown
 from deft_policies.decoding.engine import DraftModels, Engine
-from deft_policies.decoding.kinds import OUR_KINDS
-from deft_policies.decoding.methods import Method, find_method
+from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import Plan, TreeShape
-from deft_policies.decoding.target import Prompts, Target
+from deft_policies.decoding.read import Reading
+from deft_policies.decoding.sequence import AnswerSpec, Found
+from deft_policies.decoding.sequence import Sequence as Answer
+from deft_policies.decoding.target import Prompt, Scores, Target
+from deft_policies.decoding.tree import Branches, DraftTree
 from deft_policies.memory import SessionMemory
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads, head_sizes
 from deft_policies.model.llama import LlamaDecoder
@@ -29,13 +31,38 @@ from tests.policies.decoding.scripts import METHODS, clock
 from tests.tiny_target import ACTIONS, LENGTH, NUM_PATCHES, WIDTH, tiny_decoder
 
 META = torch.device("meta")
-NUM_ROWS = 2
 FORM = AnswerSpec.action(ActionSpace.in_bins(LENGTH))
+ON_DEVICE = (kinds.HEAD, kinds.MEDUSA)  # models that run on the device; each reads its tree
+ON_HOST = (kinds.PREVIOUS, kinds.EXTRAPOLATION, kinds.NGRAM, kinds.RECYCLED)
 SHAPES = (
     TreeShape(5, 4, 20),
     TreeShape(5, 4, 20, is_full_depth=True),
     TreeShape.template(levels=5, reach=3),
 )
+
+
+class ScriptedReading(Reading):
+    """Says of every answer that the target wants token 40, and that the rule turns all down."""
+
+    num_reads = 0
+
+    def __init__(
+        self, sequences: Sequence[Answer], trees: Sequence[DraftTree], scores: Scores
+    ) -> None:
+        assert scores.logits.device == META
+        super().__init__(sequences, trees, scores)
+        self._what = list(zip(sequences, trees, strict=True))
+
+    def finish(self) -> list[Found]:
+        type(self).num_reads += 1
+        return [self._found(sequence, tree) for sequence, tree in self._what]
+
+    def _found(self, sequence: Answer, tree: DraftTree) -> Found:
+        wanted = [40] * tree.num_nodes
+        asks = isinstance(sequence.method.rule, (DeviceRule, TreeRule))
+        judged = [0.0] * tree.num_nodes * (asks and tree.has_guesses)
+        chosen = (tree.root, 40) if tree.odds is not None else None
+        return Found(sequence.number, wanted, wanted, True, [], judged, chosen)
 
 
 def meta_target() -> Target:
@@ -46,92 +73,84 @@ def meta_target() -> Target:
 
 def meta_models() -> DraftModels:
     with torch.device(META):
-        head = EagleHead(head_sizes(WIDTH, 24, 2, 2, max_positions=64)).requires_grad_(False)
+        head = EagleHead(head_sizes(WIDTH, 24, 2, 2, max_positions=128)).requires_grad_(False)
         medusa = MedusaHeads(WIDTH, 6).requires_grad_(False)
-        keys = torch.empty(9, 6 + WIDTH)
-        actions = torch.empty(9, LENGTH, dtype=torch.int64)
-    index = RetrievalIndex(keys, actions, "meta")
-    return DraftModels(head=head, medusa=medusa, index=index, small_model=meta_target())
-
-
-def meta_prompts() -> Prompts:
-    embeds = torch.empty(NUM_ROWS, 12, WIDTH, device=META)
-    numbers = torch.empty(NUM_ROWS, dtype=torch.int64, device=META)
-    features = torch.empty(NUM_ROWS, 6, device=META)
-    return Prompts(embeds, numbers, numbers, slice(1, 1 + NUM_PATCHES), features)
+    return DraftModels(head=head, medusa=medusa)
 
 
 def reads_and_passes(
     method: Method, monkeypatch: pytest.MonkeyPatch, form: AnswerSpec = FORM
-) -> tuple[int, int]:
-    """Decode on meta tensors; a read tells that rows go on by two and by three tokens."""
-    reads = []
+) -> tuple[int, int, int]:
+    """Decode two answers on meta tensors: reads of passes, reads of drafts, and passes."""
+    drafted = []
 
-    def read(parts: Sequence[Tensor]) -> list[list[list[int]]]:
-        assert {one.device for one in parts} == {META}
-        reads.append(parts)
-        is_finite, slots, *passes = [[[1] * one.shape[1] for _ in range(len(one))] for one in parts]
-        for found, row in zip(slots, rows, strict=False):
-            found[0] = row.number  # whose the slot is
-        records = max((row.records for row in rows), key=len)
-        for lists, record in zip(passes, records[-len(passes) :], strict=True):
-            for found, row, kept in zip(lists, rows, (1, 2), strict=False):
-                found[:2] = min(kept, record.num_steps - 1), row.number
-        return [is_finite, slots, *passes]
+    def read_drafts(grown: Grown, num_rows: int) -> list[Branches]:
+        drafted.append(num_rows)
+        tokens, parents, is_real, log_probs, odds = grown
+        assert {one.device for one in (tokens, parents, is_real, log_probs)} == {META}
+        ratio = None if odds is None else odds[0, :1].expand(2, -1)
+        return [Branches([41, 42], [0, 0], [-1.0, -2.0], ratio) for _ in range(num_rows)]
 
-    def read_when_ended(parts: Sequence[Tensor]) -> list[list[list[int]]]:
-        return [[[0] * one.shape[1] for _ in range(len(one))] for one in parts]
-
-    monkeypatch.setattr(steps, "read_lists", read)
-    monkeypatch.setattr(batch, "read_lists", read_when_ended)
-    own = tuple((30 + step,) * LENGTH for step in range(3))
+    monkeypatch.setattr(ScriptedReading, "num_reads", 0)
+    monkeypatch.setattr(engine_module, "Reading", ScriptedReading)
+    monkeypatch.setattr(heads, "read_grown", read_drafts)
+    own = tuple((ACTIONS.last - step,) * LENGTH for step in range(3))  # nothing near them
     memory = SessionMemory(own=own, drift=(0.0,) * LENGTH, answer=(7,) * 20)
-    rows = [Row(method, form, memory) for _ in range(NUM_ROWS)]
+    rows = [Answer(method, form, memory) for _ in range(2)]
     engine = Engine(meta_target(), meta_models())
+    prompt = torch.empty(12, WIDTH, device=META)
+    prompts = [Prompt(prompt, 1, slice(1, 1 + NUM_PATCHES)) for _ in rows]
     with torch.inference_mode():
-        engine.decode(meta_prompts(), rows, clock())
-    return len(reads), max(row.num_passes for row in rows)
+        engine.decode(prompts, rows, clock())
+    return ScriptedReading.num_reads, len(drafted), max(row.num_passes for row in rows)
 
 
 def planned(plan: Plan) -> Method:
     return replace(METHODS[1], plans=(plan,), is_guarded=False)
 
 
-@pytest.mark.parametrize("method", METHODS[1:], ids=[method.name for method in METHODS[1:]])
+def runs_here(method: Method) -> bool:
+    """Whether its sources keep to the device or the host: the others ask a model step by step."""
+    return set(method.plans[0].kinds) <= {*ON_DEVICE, *ON_HOST}
+
+
+CASES = [one for one in METHODS if runs_here(one)]
+
+
+@pytest.mark.parametrize("method", CASES, ids=[method.name for method in CASES])
 def test_no_rule_reads_anything(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Looking n-grams up has tests of its own: it does read.
-    method = replace(method, multi_level=False, is_guarded=False)
-    num_reads, num_passes = reads_and_passes(method, monkeypatch)
-    assert num_reads <= num_passes
+    method = replace(method, is_guarded=False)
+    num_reads, num_drafted, num_passes = reads_and_passes(method, monkeypatch)
+    assert num_reads == num_passes > 1
+    models = sum(kind in ON_DEVICE for kind in method.plans[0].rounds)
+    assert num_drafted <= models * num_passes
 
 
-@pytest.mark.parametrize("kind", OUR_KINDS)
+@pytest.mark.parametrize("kind", ON_DEVICE)
 @pytest.mark.parametrize("shape", SHAPES, ids=["dynamic", "fixed", "template"])
-def test_no_source_reads_anything(
+def test_a_model_reads_its_tree_and_nothing_else(
     kind: str, shape: TreeShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = Plan("case", (kind, kinds.PREVIOUS), (kind,), shape)
-    num_reads, num_passes = reads_and_passes(planned(plan), monkeypatch)
-    assert num_reads == num_passes > 2
+    num_reads, num_drafted, num_passes = reads_and_passes(planned(plan), monkeypatch)
+    assert num_reads == num_passes > 1
+    assert num_drafted in (num_passes - 2, num_passes - 1)  # for both answers together
 
 
-def test_several_sources_together_read_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = Plan("all", OUR_KINDS, OUR_KINDS)
-    num_reads, num_passes = reads_and_passes(planned(plan), monkeypatch)
-    assert num_reads == num_passes
+def test_what_drafts_from_memory_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan("all", ON_HOST, ON_HOST)
+    num_reads, num_drafted, num_passes = reads_and_passes(planned(plan), monkeypatch)
+    assert (num_reads, num_drafted) == (num_passes, 0)
 
 
-def test_a_text_drafted_from_the_last_one_reads_once_a_round(
+def test_a_text_drafted_from_the_last_one_reads_once_a_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What the target has said behind the old words comes with what was committed."""
     text = AnswerSpec(24, stop=5)
-    num_reads, num_passes = reads_and_passes(find_method("lossless:guard=off"), monkeypatch, text)
-    assert num_reads == num_passes > 2
-
-
-def test_plain_decoding_reads_once_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert reads_and_passes(METHODS[0], monkeypatch) == (1, LENGTH)
+    plan = Plan("text", (kinds.PREVIOUS_ANSWER,), (kinds.PREVIOUS_ANSWER,))
+    num_reads, num_drafted, num_passes = reads_and_passes(planned(plan), monkeypatch, text)
+    assert (num_reads, num_drafted) == (num_passes, 0)
+    assert num_passes > 2
 
 
 def test_meta_tensors_do_catch_a_read() -> None:

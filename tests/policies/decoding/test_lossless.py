@@ -5,35 +5,28 @@ check fails on each: a property that cannot fail proves nothing.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
+from deft_policies.decoding import engine as engines
 from deft_policies.decoding import kinds
-from deft_policies.decoding import round as rounds
-from deft_policies.decoding.acceptance.rule import ScoredTree
-from deft_policies.decoding.batch import Pass
-from deft_policies.decoding.drafts.retrieval import RetrievalIndex, frame_keys
+from deft_policies.decoding.accept import accept
 from deft_policies.decoding.engine import DraftModels
-from deft_policies.decoding.judge import judge, judge_on_host
 from deft_policies.decoding.kinds import OUR_KINDS
 from deft_policies.decoding.methods import Method, find_method
 from deft_policies.decoding.plan import Plan, TreeShape
-from deft_policies.decoding.target import (
-    Prompts,
-    Scores,
-    Target,
-)
+from deft_policies.decoding.sequence import Found
+from deft_policies.decoding.sequence import Sequence as Answer
+from deft_policies.decoding.target import PassRow, Prompt, Scores, Target
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads, head_sizes
-from deft_policies.model.kv_cache import KVCache
+from deft_policies.model.kv_cache import KVCache, Move
 from deft_policies.model.llama import LlamaDecoder, first_layers
 from tests.policies.decoding.scripts import Decoding, Guess, ScriptedDrafts, Session, tokens_of
 from tests.tiny_target import (
@@ -58,7 +51,7 @@ def decoder_of(seed: int) -> LlamaDecoder:
 
 
 @lru_cache(maxsize=1024)
-def frame(seed: int, lengths: tuple[int, ...], number: int) -> Prompts:
+def frame(seed: int, lengths: tuple[int, ...], number: int) -> list[Prompt]:
     return random_prompts(decoder_of(seed), list(lengths), number)
 
 
@@ -107,25 +100,17 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-def models_of(case: Case) -> DraftModels:
-    return random_models(case.seed, case.lengths, case.frames[0], case.script_seed)
-
-
 @lru_cache(maxsize=256)
-def random_models(seed: int, lengths: tuple[int, ...], number: int, draft_seed: int) -> DraftModels:
+def random_models(seed: int, draft_seed: int) -> DraftModels:
     """Draft models of random weights: good for nothing, which must not matter."""
     torch.manual_seed(draft_seed)
     decoder = decoder_of(seed)
     head = EagleHead(head_sizes(WIDTH, 24, 2, 2, max_positions=64)).requires_grad_(False)
     medusa = MedusaHeads(WIDTH, 6).requires_grad_(False)
     medusa.weight.normal_(std=0.1)
-    stored = frame(seed, lengths, number)
-    actions = torch.tensor(answers(seed, lengths, number))
-    actions = torch.where(torch.rand(actions.shape) < 0.2, 30, actions)
     return DraftModels(
         head=head,
         medusa=medusa,
-        index=RetrievalIndex(frame_keys(stored), actions, "tiny"),
         small_model=fast_target(first_layers(decoder, 1 + draft_seed % 2)),
     )
 
@@ -156,7 +141,12 @@ def expect_lossless(case: Case, target: object) -> None:
     session = Session.of(len(case.lengths))
     scripted = ScriptedDrafts(lambda *_: [], max_depth=LENGTH)
     is_scripted = case.scripted_skill is not None
-    drafted = Decoding(target, method_of(case), models_of(case), *([scripted] * is_scripted))
+    drafted = Decoding(
+        target,
+        method_of(case),
+        random_models(case.seed, case.script_seed),
+        *([scripted] * is_scripted),
+    )
     for number in case.frames:
         scripted.guess = script(case, number)
         prompts = frame(case.seed, case.lengths, number)
@@ -176,128 +166,119 @@ def test_exact_match_answers_as_plain_decoding_does(case: Case) -> None:
 @pytest.mark.long(seconds=32)
 @settings(max_examples=500, deadline=None, suppress_health_check=SLOW_DRAWS)
 @given(cases())
-def test_it_does_so_in_500_cases(case: Case) -> None:
+def test_exact_match_answers_as_plain_decoding_does_in_500_cases(case: Case) -> None:
     expect_lossless(case, fast_target(decoder_of(case.seed)))
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases())
-def test_it_does_so_over_a_target_without_cache_and_masks(case: Case) -> None:
+def test_exact_match_is_lossless_over_a_target_without_cache_and_masks(case: Case) -> None:
     expect_lossless(case, TinyTarget(decoder_of(case.seed)))
 
 
 # Planted mistakes.
 
 
-class SeesEverything(DraftTree):
+def as_chain(tree: DraftTree) -> DraftTree:
     """A tree whose nodes attend to all nodes before them: a wrong mask."""
+    return replace(tree, is_chain=True)
 
-    def ancestor_mask(self) -> Tensor:
-        return torch.ones_like(super().ancestor_mask()).tril()
+
+class WrongMaskTarget(Target):
+    def forward(self, cache: KVCache, rows: Sequence[PassRow]) -> Scores:
+        if rows[0].prompt is None:
+            rows = [replace(row, tree=as_chain(row.tree)) for row in rows]
+        return super().forward(cache, rows)
+
+
+class WrongMaskInPrefillTarget(Target):
+    def forward(self, cache: KVCache, rows: Sequence[PassRow]) -> Scores:
+        if rows[0].prompt is not None:
+            rows = [replace(row, tree=as_chain(row.tree)) for row in rows]
+        return super().forward(cache, rows)
 
 
 class OneTooDeep(DraftTree):
     """A tree whose guesses stand one position too far: a wrong position."""
 
-    def depths(self) -> Tensor:
-        return super().depths() + (self.parents >= 0)
-
-
-def retyped(tree: DraftTree, kind: type[DraftTree]) -> DraftTree:
-    return kind(tree.tokens, tree.parents, tree.is_real, tree.log_probs, tree.sources)
-
-
-class WrongMaskTarget(Target):
-    def score(self, rows: KVCache, tree: DraftTree) -> Scores:
-        return super().score(rows, retyped(tree, SeesEverything))
-
-
-class WrongMaskInPrefillTarget(Target):
-    def prefill(
-        self, rows: KVCache, first: int, prompts: Prompts, tree: DraftTree
-    ) -> tuple[Scores, Tensor]:
-        return super().prefill(rows, first, prompts, retyped(tree, SeesEverything))
+    def depths(self) -> list[int]:
+        return [depth + (node > self.root) for node, depth in enumerate(super().depths())]
 
 
 class WrongPositionTarget(Target):
-    def score(self, rows: KVCache, tree: DraftTree) -> Scores:
-        return super().score(rows, retyped(tree, OneTooDeep))
+    def forward(self, cache: KVCache, rows: Sequence[PassRow]) -> Scores:
+        wrong = [OneTooDeep(**vars(row.tree)) for row in rows]
+        for tree in wrong:
+            tree.is_chain = tree.is_chain and not tree.has_guesses
+        return super().forward(
+            cache, [replace(row, tree=tree) for row, tree in zip(rows, wrong, strict=True)]
+        )
 
 
-class KeepsOneTooFew(KVCache):
-    def keep(self, path: Tensor, kept: Tensor | int, in_place: bool, first: int = 0) -> None:
-        super().keep(path, (torch.as_tensor(kept) - 1).clamp(min=1), in_place, first)
+class KeepsNothing(KVCache):
+    """Nodes stay where the pass has put them."""
+
+    def keep(self, moves: Sequence[Move]) -> None:
+        """Move none."""
 
 
-class KeepsWrongSlots(KVCache):
-    def keep(self, path: Tensor, kept: Tensor | int, in_place: bool, first: int = 0) -> None:
-        super().keep(torch.arange(path.shape[1]).expand_as(path), kept, True, first)
+class KeepsInTurn(KVCache):
+    """Writes come before reads, the last move first."""
+
+    def keep(self, moves: Sequence[Move]) -> None:
+        for move in reversed(moves):
+            super().keep([move])
 
 
-class KeepsOneTooFewTarget(Target):
+class KeepsNothingTarget(Target):
     def new_cache(self) -> KVCache:
-        return KeepsOneTooFew(self.decoder.sizes, self.decoder.embedding.weight)
+        return KeepsNothing(self.decoder.sizes, self.decoder.embedding.weight)
 
 
-class KeepsWrongSlotsTarget(Target):
+class KeepsInTurnTarget(Target):
     def new_cache(self) -> KVCache:
-        return KeepsWrongSlots(self.decoder.sizes, self.decoder.embedding.weight)
+        return KeepsInTurn(self.decoder.sizes, self.decoder.embedding.weight)
 
 
-Judge = Callable[..., Pass]
+Accept = Callable[[Answer, DraftTree, Found], tuple[list[int], int]]
 
 
-def wrong_bonus(scored: ScoredTree, accepted: Pass) -> Pass:
+def wrong_bonus(sequence: Answer, tree: DraftTree, found: Found) -> tuple[list[int], int]:
     """Takes the root's prediction for the bonus, wherever the path ends."""
-    return replace(accepted, bonus=scored.predictions[:, 0])
+    path, _ = accept(sequence, tree, found)
+    return path, found.predictions[tree.root]
 
 
-def one_more(scored: ScoredTree, accepted: Pass) -> Pass:
+def one_more(sequence: Answer, tree: DraftTree, found: Found) -> tuple[list[int], int]:
     """Keeps one draft more than was accepted, where there is one."""
-    rows = torch.arange(len(accepted.bonus))
-    end = accepted.path[rows, accepted.num]
-    is_child = (scored.tree.parents == end[:, None]) & scored.tree.is_real
-    child = is_child.int().argmax(dim=1)
-    longer = (accepted.num + is_child.any(dim=1)).clamp(max=accepted.path.shape[1] - 1)
-    path = accepted.path.scatter(1, longer[:, None], torch.where(longer > 0, child, 0)[:, None])
-    bonus = scored.predictions[rows, child]
-    return replace(accepted, path=path, num=longer, bonus=bonus)
+    path, bonus = accept(sequence, tree, found)
+    child = next(
+        (n for n in range(tree.root + 1, tree.num_nodes) if tree.parents[n] == path[-1]), 0
+    )
+    if not child or len(path) - tree.root > sequence.num_missing:
+        return path, bonus
+    return [*path, child], found.predictions[child]
 
 
-def own_prediction(scored: ScoredTree) -> ScoredTree:
+def own_prediction(sequence: Answer, tree: DraftTree, found: Found) -> tuple[list[int], int]:
     """A node judged by what is predicted after it instead of in its place: off by one."""
-    above = scored.tree.parents.clamp(min=0)
-    return replace(scored, predictions=scored.tree.tokens.scatter(1, above, scored.predictions))
+    shifted = list(found.predictions)
+    for node in range(tree.root + 1, tree.num_nodes):
+        shifted[tree.parents[node]] = found.predictions[node]
+    path, _ = accept(sequence, tree, replace(found, predictions=shifted))
+    return path, accept(sequence, tree, found)[1]
 
 
-def through_rejected(scored: ScoredTree) -> ScoredTree:
+def through_rejected(sequence: Answer, tree: DraftTree, found: Found) -> tuple[list[int], int]:
     """Walks on through a rejected parent."""
-    return replace(scored, tree=retyped(scored.tree, Lenient))
-
-
-def planted(
-    before: Callable[[ScoredTree], ScoredTree] | None = None,
-    after: Callable[[ScoredTree, Pass], Pass] | None = None,
-) -> Judge:
-    """The judge with a mistake before it or behind it."""
-
-    def wrong(method: Method, scored: ScoredTree, *rest: Any) -> Pass:
-        accepted = judge(method, scored if before is None else before(scored), *rest)
-        if before is own_prediction:
-            accepted = replace(accepted, bonus=judge(method, scored, *rest).bonus)
-        return accepted if after is None else after(scored, accepted)
-
-    return wrong
-
-
-class Lenient(DraftTree):
-    """A tree whose nodes think they hang on nothing but the root."""
-
-    def ancestor_mask(self) -> Tensor:
-        return torch.eye(self.num_nodes, dtype=torch.bool).expand(len(self.tokens), -1, -1)
-
-    def depths(self) -> Tensor:
-        return super().ancestor_mask().sum(dim=2) - 1
+    fine = [
+        node
+        for node in range(tree.root + 1, tree.num_nodes)
+        if tree.tokens[node] == found.predictions[tree.parents[node]]
+        and len(tree.path_to(node)) - 1 - tree.root <= sequence.num_missing
+    ]
+    last = max(fine, key=lambda node: len(tree.path_to(node)), default=tree.root)
+    return tree.path_to(last), found.predictions[last]
 
 
 def mutation_cases() -> list[Case]:
@@ -306,8 +287,8 @@ def mutation_cases() -> list[Case]:
         Case(
             seed=0,
             lengths=lengths,
-            frames=(number, number + 1, number),
-            drafts=(kinds.PREVIOUS, kinds.RETRIEVAL, kinds.HEAD),
+            frames=(number, number + 1, number + 1),
+            drafts=(kinds.EXTRAPOLATION, kinds.PREVIOUS, kinds.HEAD),
             shape=TreeShape(),
             scripted_skill=skill,
             script_seed=number,
@@ -342,72 +323,17 @@ def test_nothing_is_caught_where_nothing_is_wrong() -> None:
         WrongMaskTarget,
         WrongMaskInPrefillTarget,
         WrongPositionTarget,
-        KeepsOneTooFewTarget,
-        KeepsWrongSlotsTarget,
+        KeepsNothingTarget,
+        KeepsInTurnTarget,
     ],
 )
 def test_a_mistake_planted_in_the_target_is_caught(kind: type[Target]) -> None:
     assert num_caught(lambda case: expect_lossless(case, target_of(kind, case))) > 0
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        planted(after=wrong_bonus),
-        planted(before=own_prediction),
-        planted(after=one_more),
-        planted(before=through_rejected),
-    ],
-    ids=["wrong bonus", "own prediction", "one more", "through rejected"],
-)
-def test_a_mistake_planted_in_the_judge_is_caught(
-    monkeypatch: pytest.MonkeyPatch, wrong: Judge
+@pytest.mark.parametrize("wrong", [wrong_bonus, own_prediction, one_more, through_rejected])
+def test_a_mistake_planted_in_acceptance_is_caught(
+    monkeypatch: pytest.MonkeyPatch, wrong: Accept
 ) -> None:
-    monkeypatch.setattr(rounds, "ExactMatch", ())  # no rule is judged on the host
-    monkeypatch.setattr(rounds, "judge", planted())
-    assert num_caught(lambda case: expect_lossless(case, fast_target(decoder_of(0)))) == 0
-    monkeypatch.setattr(rounds, "judge", wrong)
-    assert num_caught(lambda case: expect_lossless(case, fast_target(decoder_of(0)))) > 0
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What a mistake may look at where exact match is judged on the host."""
-
-    tree: DraftTree
-    predictions: Tensor
-
-
-def planted_on_host(
-    before: Callable[[Any], Any] | None = None, after: Callable[[Any, Pass], Pass] | None = None
-) -> Judge:
-    """`judge_on_host` with a mistake before it or behind it."""
-
-    def wrong(tree: DraftTree, predictions: Tensor, *rest: Any) -> Pass:
-        seen = Seen(tree, predictions)
-        asked = seen if before is None else before(seen)
-        accepted = judge_on_host(asked.tree, asked.predictions, *rest)
-        if before is own_prediction:
-            right = judge_on_host(tree, predictions, *rest)
-            accepted = replace(accepted, bonus=right.bonus)
-        return accepted if after is None else after(seen, accepted)
-
-    return wrong
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        planted_on_host(after=wrong_bonus),
-        planted_on_host(before=own_prediction),
-        planted_on_host(after=one_more),
-    ],
-    ids=["wrong bonus", "own prediction", "one more"],
-)
-def test_a_mistake_planted_in_the_judge_on_the_host_is_caught(
-    monkeypatch: pytest.MonkeyPatch, wrong: Judge
-) -> None:
-    monkeypatch.setattr(rounds, "judge_on_host", planted_on_host())
-    assert num_caught(lambda case: expect_lossless(case, fast_target(decoder_of(0)))) == 0
-    monkeypatch.setattr(rounds, "judge_on_host", wrong)
+    monkeypatch.setattr(engines, "accept", wrong)
     assert num_caught(lambda case: expect_lossless(case, fast_target(decoder_of(0)))) > 0

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from deft_policies.decoding import steps
-from deft_policies.decoding.batch import Batch, Pass, Row
-from deft_policies.decoding.round import Round
-from deft_policies.decoding.target import Prompts, Target
+from deft_policies.decoding.engine import Engine
+from deft_policies.decoding.read import Reading
+from deft_policies.decoding.sequence import Found
+from deft_policies.decoding.sequence import Sequence as Answer
+from deft_policies.decoding.target import PassRow, Prompt, Scores, Target
 from deft_policies.decoding.tree import DraftTree
+from deft_policies.model.kv_cache import KVCache, Move
 from tests.policies.decoding.test_alone_in_traffic import check
 from tests.policies.decoding.test_mixed_answers import swapped
 
@@ -23,84 +24,76 @@ PLAYS = 200
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
-def is_beside_a_gap(batch: Batch) -> bool:
+def is_beside_a_gap(rows: Sequence[PassRow]) -> bool:
     """Whether a slot before another one is empty: somebody hung up, or has ended."""
-    return None in batch.whole.rows[: 1 + max(row.slot for row in batch.running)]
+    return [row.slot for row in rows] != list(range(len(rows)))
 
 
-def drafts_from_a_neighbour(patch: pytest.MonkeyPatch) -> None:
-    last_pass = Batch.last_pass
+def reads_the_cache_of_a_neighbour(patch: pytest.MonkeyPatch) -> None:
+    forward = Target.forward
 
-    def wrong(self: Batch) -> Pass:
-        found = last_pass(self)
-        return replace(swapped(found), answers=found.answers) if is_beside_a_gap(self) else found
+    def wrong(self: Target, cache: Any, rows: Sequence[PassRow]) -> Scores:
+        if rows[0].prompt is None and is_beside_a_gap(rows):
+            slots = swapped([row.slot for row in rows])
+            rows = [replace(row, slot=slot) for row, slot in zip(rows, slots, strict=True)]
+        return forward(self, cache, rows)
 
-    patch.setattr(Batch, "last_pass", wrong)
-
-
-def commits_to_a_neighbour(patch: pytest.MonkeyPatch) -> None:
-    commit = Batch.commit
-
-    def wrong(self: Batch, done: Pass, is_plain: bool = False) -> None:
-        mixed = replace(swapped(done), answers=done.answers)
-        commit(self, mixed if is_beside_a_gap(self) else done, is_plain)
-
-    patch.setattr(Batch, "commit", wrong)
+    patch.setattr(Target, "forward", wrong)
 
 
-def reads_a_neighbour(patch: pytest.MonkeyPatch) -> None:
-    read_lists = steps.read_lists
+def keeps_the_nodes_of_a_neighbour(patch: pytest.MonkeyPatch) -> None:
+    keep = KVCache.keep
 
-    def wrong(parts: Sequence[Tensor]) -> list[list[list[int]]]:
-        is_finite, slots, *passes = read_lists(parts)
-        for found in passes:
-            if len(found) > 1:  # all but whose they are
-                (kept, mine, *rest), (others, theirs, *more) = found[:2]
-                found[:2] = [others, mine, *more], [kept, theirs, *rest]
-        return [is_finite, slots, *passes]
+    def wrong(self: KVCache, moves: Sequence[Move]) -> None:
+        slots = sorted({slot for slot, _, _ in moves})
+        if len(slots) > 1:
+            other = dict(zip(slots, swapped(slots), strict=True))
+            moves = [(other[slot], source, target) for slot, source, target in moves]
+        keep(self, moves)
 
-    patch.setattr(steps, "read_lists", wrong)
+    patch.setattr(KVCache, "keep", wrong)
+
+
+def reads_what_was_found_of_a_neighbour(patch: pytest.MonkeyPatch) -> None:
+    finish = Reading.finish
+
+    def wrong(self: Reading) -> list[Found]:
+        found = finish(self)
+        mixed = swapped(found)
+        same = [len(a.predictions) == len(b.predictions) for a, b in zip(found, mixed, strict=True)]
+        if not all(same):
+            return found
+        return [replace(b, answer=a.answer) for a, b in zip(found, mixed, strict=True)]
+
+    patch.setattr(Reading, "finish", wrong)
 
 
 def takes_the_prompt_of_a_neighbour(patch: pytest.MonkeyPatch) -> None:
-    prefill = Target.prefill
+    start = Engine.start
 
-    def wrong(self: Target, cache: Any, first: int, prompts: Prompts, tree: DraftTree) -> Any:
-        return prefill(self, cache, first, swapped(prompts), tree)
+    def wrong(self: Engine, prompts: Sequence[Prompt], sequences: Sequence[Answer]) -> None:
+        start(self, swapped(prompts), sequences)
 
-    patch.setattr(Target, "prefill", wrong)
+    patch.setattr(Engine, "start", wrong)
 
 
 def verifies_the_tree_of_a_neighbour(patch: pytest.MonkeyPatch) -> None:
-    draft = Round.draft
+    draft = Engine._draft
 
-    def wrong(self: Round, rows: Batch, *rest: Any) -> DraftTree:
-        found: DraftTree = swapped(draft(self, rows, *rest))
-        return found
+    def wrong(self: Engine, active: list[Answer]) -> list[DraftTree]:
+        return swapped(draft(self, active))
 
-    patch.setattr(Round, "draft", wrong)
-
-
-def remembers_the_session_of_a_neighbour(patch: pytest.MonkeyPatch) -> None:
-    fill = Batch.fill
-
-    def wrong(self: Batch, rows: Sequence[Row], *rest: Any) -> None:
-        fill(self, rows, *rest)
-        self.past.copy_(swapped(self.past))
-        self.num_past.copy_(swapped(self.num_past))
-
-    patch.setattr(Batch, "fill", wrong)
+    patch.setattr(Engine, "_draft", wrong)
 
 
 @pytest.mark.parametrize(
     "plant",
     [
-        drafts_from_a_neighbour,
-        commits_to_a_neighbour,
-        reads_a_neighbour,
+        reads_the_cache_of_a_neighbour,
+        keeps_the_nodes_of_a_neighbour,
+        reads_what_was_found_of_a_neighbour,
         takes_the_prompt_of_a_neighbour,
         verifies_the_tree_of_a_neighbour,
-        remembers_the_session_of_a_neighbour,
     ],
 )
 def test_rows_that_are_mixed_up_are_found(plant: Patch, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,14 +4,14 @@ One NaN among the weights once moved a robot almost fully in every dimension: th
 a token like any other, and its action lies inside the statistics.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from torch import Tensor
 
 from deft_policies.decoding.methods import Method, find_method
-from deft_policies.decoding.target import Prompts, Scores, Target
-from deft_policies.decoding.tree import DraftTree
+from deft_policies.decoding.sampling import first_maximum
+from deft_policies.decoding.target import PassRow, Scores, Target
 from deft_policies.errors import NotFiniteError
 from deft_policies.model.kv_cache import KVCache
 from tests.policies.decoding.scripts import METHODS, Decoding, Session
@@ -28,22 +28,15 @@ class Broken(Target):
         super().__init__(DECODER, ACTIONS)
         self._bad, self._passes_left = bad, broken_pass
 
-    def prefill(
-        self, rows: KVCache, first: int, prompts: Prompts, tree: DraftTree
-    ) -> tuple[Scores, Tensor]:
-        scores, hidden = super().prefill(rows, first, prompts, tree)
-        return replace(scores, logits=self._spoil(scores.logits)), hidden
-
-    def score(self, rows: KVCache, tree: DraftTree) -> Scores:
-        scores = super().score(rows, tree)
-        return replace(scores, logits=self._spoil(scores.logits))
-
-    def _spoil(self, logits: Tensor) -> Tensor:
+    def forward(self, cache: KVCache, rows: Sequence[PassRow]) -> Scores:
+        scores = super().forward(cache, rows)
         self._passes_left -= 1
         if self._passes_left == -1:
-            logits = logits.clone()
-            logits[ROW, -1, -1] = self._bad
-        return logits
+            scores.logits[scores.nodes(ROW, rows[ROW].tree)][-1, -1] = self._bad
+            scores = replace(
+                scores, best=first_maximum(scores.logits), sums=scores.logits.sum(dim=1)
+            )
+        return scores
 
 
 @pytest.mark.parametrize("broken_pass", [0, 1], ids=["prefill", "round"])
@@ -60,7 +53,7 @@ def test_one_logit_that_is_not_finite_withholds_the_action(
 
 
 @pytest.mark.parametrize("name", ["autoregressive", "lossless"])
-def test_the_same_where_tokens_are_drawn(name: str) -> None:
+def test_a_logit_that_is_not_finite_withholds_an_action_that_is_drawn(name: str) -> None:
     method = find_method(name).with_sampling(1.0)
     decoder = Decoding(Broken(float("nan"), 1), replace(method, is_guarded=False), random_models())
     with pytest.raises(NotFiniteError):

@@ -10,11 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deft_client.types import DecodeTrace
 from deft_policies.decoding import kinds
 from deft_policies.decoding.acceptance.rule import ActionSpace
-from deft_policies.decoding.batch import AnswerSpec, Row
 from deft_policies.decoding.engine import DraftModels, Engine
 from deft_policies.decoding.methods import AUTOREGRESSIVE, Method, find_method, method_names
 from deft_policies.decoding.plan import Plan, TreeShape
 from deft_policies.decoding.sampling import first_maximum, top_gap
+from deft_policies.decoding.sequence import AnswerSpec
+from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.errors import RequestError, UnknownDecodingError
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads, head_sizes
 from deft_policies.model.llama import first_layers
@@ -33,7 +34,6 @@ from tests.tiny_target import (
     fast_target,
     greedy,
     next_token,
-    one_row,
     random_prompts,
     tiny_decoder,
 )
@@ -71,7 +71,7 @@ def test_a_perfect_draft_after_the_prefill_takes_two_passes() -> None:
     drafts = ScriptedDrafts(lambda row, position, _: [ANSWERS[row][position]])
     traces = scripted(drafts).decode(PROMPTS, Session.of(3))
     assert [trace.accepted_lengths for trace in traces] == [(0, LENGTH - 2)] * 3
-    assert drafts.depths_asked == [LENGTH - 2]
+    assert drafts.depths_asked == [LENGTH - 2] * 3
 
 
 def test_a_wrong_draft_costs_no_pass_more_than_plain_decoding() -> None:
@@ -79,7 +79,7 @@ def test_a_wrong_draft_costs_no_pass_more_than_plain_decoding() -> None:
     traces = scripted(drafts).decode(PROMPTS, Session.of(3))
     assert [trace.num_passes for trace in traces] == [LENGTH] * 3
     # Nothing is drafted for the last token: the pass before it already gives it.
-    assert drafts.depths_asked == [5, 4, 3, 2, 1]
+    assert drafts.depths_asked == [depth for depth in (5, 4, 3, 2, 1) for _ in range(3)]
 
 
 def test_rows_of_a_batch_finish_on_their_own_and_their_traces_stop_there() -> None:
@@ -162,7 +162,7 @@ def test_relaxed_presets_do_relax(name: str) -> None:
 
 def test_predictions_and_margins_are_the_targets_given_what_was_executed() -> None:
     for trace, row in zip(decode_by(find_method("within-bins"), 2)[3:], range(3), strict=True):
-        prompt = one_row(random_prompts(DECODER, [2, 5, 3], seed=0), row).embeds[0]
+        prompt = random_prompts(DECODER, [2, 5, 3], seed=0)[row].embeds
         for position in range(LENGTH):
             before = list(trace.tokens[:position])
             assert trace.predicted[position] == next_token(DECODER, prompt, before)
@@ -191,8 +191,8 @@ def test_an_unknown_method_lists_the_known_ones() -> None:
 def test_a_method_without_its_draft_head_says_what_is_missing() -> None:
     with pytest.raises(RequestError, match=r"'spec-vla' needs .* not loaded: head"):
         Decoding(TARGET, find_method("spec-vla"))
-    method = find_method("lossless").with_drafts((kinds.MEDUSA, kinds.RETRIEVAL))
-    with pytest.raises(RequestError, match="medusa, retrieval"):
+    method = find_method("lossless").with_drafts((kinds.MEDUSA, kinds.SMALL_MODEL))
+    with pytest.raises(RequestError, match="medusa, small-model"):
         Decoding(TARGET, method)
 
 
@@ -225,7 +225,7 @@ def test_plain_decoding_says_what_recomputing_everything_says() -> None:
     for row, trace in enumerate(traces):
         assert [one.tokens for one in trace.passes[1:]] == [(one,) for one in ANSWERS[row][:-1]]
         assert [one.bonus for one in trace.passes] == list(ANSWERS[row])
-        logits = TARGET.logits_along(one_row(PROMPTS, row), LENGTH)
+        logits = TARGET.logits_along(PROMPTS[row], LENGTH)
         gaps = [float(top_gap(one, first_maximum(one))) for one in logits]
         assert trace.margins == pytest.approx(gaps, abs=1e-4)
 
@@ -250,7 +250,7 @@ def operations_of_a_plain_round(num_layers: int) -> list[str]:
     engine = Engine(fast_target(decoder))
     form = AnswerSpec.action(ActionSpace.in_bins(LENGTH))
     with torch.inference_mode():
-        engine.start(random_prompts(decoder, [3]), [Row(find_method(AUTOREGRESSIVE), form)])
+        engine.start(random_prompts(decoder, [3]), [Answer(find_method(AUTOREGRESSIVE), form)])
         for _ in range(2):
             engine.step(clock())
         with Operations() as seen:

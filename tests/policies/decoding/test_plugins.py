@@ -17,41 +17,34 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import torch
 from websockets.sync.client import connect
 
 from deft_client.commands.methods import read_method, tomllib, with_knobs
 from deft_client.errors import UsageError
 from deft_client.types import ActOptions, Observation
 from deft_policies.base import ActRequest, Verdict
+from deft_policies.decoding.acceptance import rule as rule_module
+from deft_policies.decoding.acceptance.rule import AcceptanceRule, DeviceRule, ScoredNodes
 from deft_policies.decoding.drafts import DraftSource
 from deft_policies.decoding.kinds import source_kinds
 from deft_policies.decoding.methods import find_method, method_names
-from deft_policies.decoding.plan import Loop, TreeShape
-from deft_policies.decoding.plugins import ask_rule, broken_plugins, find_plugins, load_rule
-from deft_policies.decoding.tree import DraftTree
+from deft_policies.decoding.plan import Loop, TieBreak, TreeShape
+from deft_policies.decoding.plugins import broken_plugins, find_plugins, load_rule
+from deft_policies.decoding.sequence import LastPass
 from deft_policies.errors import PolicyError, RequestError
 from deft_policies.families.loading import examine, load_policy
 from deft_policies.families.options import ModelOptions
 from deft_policies.memory import SessionMemory
 from deft_server.app import create_app
-from tests.policies.decoding.scripts import (
-    Decoding,
-    Session,
-    batch_of,
-    limits_of,
-    pass_of,
-    tokens_of,
-)
-from tests.policies.decoding.trees import is_real_path, random_scored, steps_to
+from tests.policies.decoding.scripts import Decoding, Session, answer_of
+from tests.policies.decoding.trees import ACTIONS, random_case, steps_to
 from tests.repository import ROOT
 from tests.server.running import client_of
 from tests.standins.policies import MSGPACK, packed
 from tests.tiny_target import fast_target, random_prompts, tiny_decoder
 
 PLUGINS = ROOT / "docs" / "plugins"
-
-
-OLD = ROOT / "tests" / "golden" / "plugin_f28efa1"
 
 
 @pytest.fixture
@@ -123,42 +116,47 @@ def test_a_rule_and_a_source_of_another_package_decode(installed: Path) -> None:
 
 def test_the_page_names_what_rules_and_sources_are_given() -> None:
     page = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
-    batch, scored = batch_of([SessionMemory()], [[30, 31]]), random_scored(0)
-    tree = DraftTree.root_only(batch.tokens[:, 0])
-    batch.last = pass_of(tree, tree.tokens, [0], tree.tokens)
+    case = random_case(0)
+    zeros = torch.zeros(case.tree.num_nodes, dtype=torch.int64)
+    scored = ScoredNodes(zeros, zeros, zeros, case.logits, case.hidden, ACTIONS)
+    answer = answer_of(SessionMemory(), [30, 31])
+    answer.last = LastPass(case.tree, case.predictions, [0], 0)
     checked = 0
-    for heading, value in (("| of `scored` | axes", scored), ("| of `batch` | axes", batch)):
+    for heading, value in (("| of `scored` |", scored), ("| of `sequence` |", answer)):
         for line in page.split(heading)[1].split("\n\n")[0].splitlines()[2:]:
-            for name in re.findall(r"`([\w.]+)(?:\([^`]*\))?`", line.split("|")[1]):
-                if not name.startswith("."):
-                    operator.attrgetter(name)(value)
-                    checked += 1
-    assert checked >= 25
-    for name in ("roots", "depth", "widest", "shape"):
-        assert f"`limits.{name}`" in page
-        assert hasattr(limits_of(batch), name)
+            for name in re.findall(r"`([\w.]+)`", line.split("|")[1]):
+                operator.attrgetter(name)(value)
+                checked += 1
+    assert checked >= 18
+    for line in (
+        page.split("| kind | what `accepts` is given |")[1].split("\n\n")[0].splitlines()[2:]
+    ):
+        assert hasattr(rule_module, re.findall(r"`(\w+)`", line)[0])
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_probability_rule_judges_nodes_at_their_parents(installed: Path, seed: int) -> None:
     """Against plain Python, one node at a time."""
-    rule, scored = find_method("likely:share=0.4").rule, random_scored(seed)
-    accepted = rule.accepts(scored)
-    for row in range(len(accepted)):
-        for node in range(scored.tree.num_nodes):
-            fine = is_real_path(scored, row, node)
-            for step in steps_to(scored, row, node):
-                odds = scored.scores.logits[row, step.parent, 20:60].softmax(dim=0)
-                is_likely = step.is_action and odds[step.drafted - 20] >= 0.4 * odds.max()
-                fine = fine and bool(step.is_equal or is_likely)
-            assert bool(accepted[row, node]) == fine
+    rule, case = find_method("likely:share=0.4").rule, random_case(seed)
+    accepted = case.accepts(rule)
+    for node in range(case.tree.num_nodes):
+        fine = True
+        for step in steps_to(case, node):
+            odds = case.logits[step.parent, 20:60].softmax(dim=0)
+            is_likely = step.is_action and odds[step.drafted - 20] >= 0.4 * odds.max()
+            fine = fine and bool(step.is_equal or is_likely)
+        assert bool(accepted[node]) == fine
 
 
-def test_the_page_shows_the_rule_that_the_package_holds() -> None:
-    shown = (ROOT / "docs" / "plugins.md").read_text().split("A rule by probability, complete:")[1]
-    lines = [line.strip() for line in shown.split("```")[1].splitlines()[2:]]
-    assert all(line in (PLUGINS / "likely_rule.py").read_text() for line in lines)
-    assert len(lines) == 2
+@pytest.mark.parametrize(
+    ("heading", "module"),
+    [("A rule by distance", "steady_rule.py"), ("A rule by probability", "likely_rule.py")],
+)
+def test_the_page_shows_the_rules_that_the_package_holds(heading: str, module: str) -> None:
+    shown = (ROOT / "docs" / "plugins.md").read_text().split(f"{heading}, complete:")[1]
+    lines = [line.strip() for line in shown.split("```")[1].splitlines()[1:]]
+    assert all(line in (PLUGINS / module).read_text() for line in lines)
+    assert len(lines) >= 3
 
 
 def test_the_page_shows_the_source_that_the_package_holds() -> None:
@@ -172,7 +170,7 @@ def test_the_page_names_all_that_a_source_defines() -> None:
     page = (ROOT / "docs" / "plugins.md").read_text()
     section = page.split("## A source")[1].split("## A rule")[0]
     named = set(re.findall(r"^- `(\w+)", section, flags=re.MULTILINE))
-    defined = {*vars(DraftSource), *DraftSource.__annotations__} - {"grow"}  # a helper of ours
+    defined = {*vars(DraftSource), *DraftSource.__annotations__}
     assert named == {name for name in defined if not name.startswith("_")}
 
 
@@ -190,58 +188,47 @@ def test_the_code_of_the_page_compares_a_source_with_plain_decoding(installed: P
     assert used == {"", "middle", "previous"}
 
 
-def test_a_plugin_of_f28efa1_still_runs(place: Path) -> None:
-    for module in OLD.glob("*.py"):
-        (place / module.name).write_text(module.read_text())
-    groups = {
-        "deft.acceptance_rules": {"steady": "steady_rule:SteadyRule"},
-        "deft.draft_sources": {"middle": "middle_source:MiddleSource"},
-    }
-    register(place, "steady-robot", groups)
-    decoder, session = tiny_decoder(), Session.of(2)
-    drafted = Decoding(fast_target(decoder), find_method("steady:drafts=middle"))
-    traces = drafted.decode(random_prompts(decoder, [2, 5], 0), session)
-    assert {name for one in traces[0].passes for name in one.sources} == {"", "middle"}
-
-
 RULE = """
 from dataclasses import dataclass
-from deft_policies.decoding.acceptance.rule import AcceptanceRule
+from deft_policies.decoding.acceptance.rule import DeviceRule, PathRule
 
 @dataclass(frozen=True)
-class Rule(AcceptanceRule):
+class Rule({kind}):
     {field}
-    def accepts(self, scored):
+    def accepts(self, *given):
         return {answer}
 """
 
 
-def add_rule(place: Path, answer: str = "scored.is_equal", field: str = "") -> None:
-    (place / "mass_rule.py").write_text(RULE.format(answer=answer, field=field))
+def add_rule(
+    place: Path, answer: str = "False", field: str = "", kind: str = "PathRule"
+) -> AcceptanceRule:
+    (place / "mass_rule.py").write_text(RULE.format(answer=answer, field=field, kind=kind))
     register(place, "mass-robot", {"deft.acceptance_rules": {"mass": "mass_rule:Rule"}})
+    return find_method("mass").rule
+
+
+def test_a_rule_that_cannot_be_made_is_refused_by_the_name_of_its_plugin(place: Path) -> None:
+    message = r"plugin mass-robot \(mass_rule:Rule\): TypeError: .*missing 1 required .*'tau'"
+    with pytest.raises(RequestError, match=message):
+        add_rule(place, field="tau: float")
+    assert find_method("lossless").name == "lossless"
+    assert [one for one in broken_plugins() if "mass-robot" in one]
 
 
 @pytest.mark.parametrize(
-    ("answer", "field", "message"),
+    ("answer", "message"),
     [
-        (
-            "scored.is_equal[:, 1:]",
-            "",
-            r"accepts must answer bool .*here \[2, 5\], got",
-        ),
-        ("scored.entropy", "", "accepts must answer bool .*float32"),
-        ("scored.is_equal", "tau: float", "TypeError: .*missing 1 required .*'tau'"),
-        ("scored.no_such", "", "AttributeError: .*no_such"),
+        ("given[0].drafted > 0)[1:]", r"accepts must answer bool .*got"),
+        ("given[0].entropy)", r"accepts must answer bool .*float32"),
+        ("given[0].no_such)", "AttributeError: .*no_such"),
     ],
 )
-def test_a_broken_rule_is_refused_by_the_name_of_its_plugin(
-    place: Path, answer: str, field: str, message: str
-) -> None:
-    add_rule(place, answer, field)
-    with pytest.raises(RequestError, match=rf"plugin mass-robot \(mass_rule:Rule\): {message}"):
-        find_method("mass")
-    assert find_method("lossless").name == "lossless"
-    assert [one for one in broken_plugins() if "mass-robot" in one]
+def test_a_broken_device_rule_is_named(place: Path, answer: str, message: str) -> None:
+    rule, case = add_rule(place, f"({answer}", kind="DeviceRule"), random_case(0)
+    assert isinstance(rule, DeviceRule)
+    with pytest.raises(PolicyError, match=rf"plugin mass-robot \(mass_rule:Rule\): {message}"):
+        case.accepts(rule)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +237,7 @@ def test_a_broken_rule_is_refused_by_the_name_of_its_plugin(
         ("mass_rule:Nope", "AttributeError: .*Nope"),
         ("no_such_module:Rule", "ModuleNotFoundError: .*no_such_module"),
         ("json:dumps", "TypeError"),
-        ("builtins:dict", "must make an AcceptanceRule, got dict"),
+        ("builtins:dict", "must make a LocalRule, .*got dict"),
     ],
 )
 def test_a_plugin_that_cannot_be_loaded_stops_nobody_else(
@@ -271,25 +258,21 @@ def test_a_plugin_that_cannot_be_loaded_stops_nobody_else(
 
 
 def test_a_rule_that_fails_while_it_runs_is_named(place: Path) -> None:
-    add_rule(place, "scored.is_equal if scored.context.num_steps[0] == 0 else 1 / 0")
-    rule, scored = find_method("mass").rule, random_scored(0)
+    rule = add_rule(place, "1 / 0")
     with pytest.raises(PolicyError, match=r"plugin mass-robot .*ZeroDivisionError"):
-        ask_rule(rule, scored)
+        random_case(0).committed(rule, TieBreak.CLOSEST)
 
 
 SOURCE = """
-import torch
-from deft_policies.decoding.drafts import MEMORY, Chains, DraftSource
+from deft_policies.decoding.drafts import Branches, DraftSource
 
 class Source(DraftSource):
-    kind, needs, capturable = "{kind}", frozenset({{MEMORY}}), True
+    kind = "{kind}"
 
     def __init__(self, target):
         self.target = target
 
-    def draft(self, batch, limits):
-        tokens = torch.zeros(batch.num_rows, 1, limits.depth, dtype=torch.int64)
-        known = torch.ones_like(tokens, dtype=torch.bool)
+    def draft(self, sequence, depth):
         return {answer}
 """
 
@@ -301,7 +284,7 @@ def add_source(place: Path, answer: str, kind: str = "odd") -> Decoding:
 
 
 def test_a_source_with_another_name_is_refused(place: Path) -> None:
-    drafted = add_source(place, "Chains(tokens, known)", kind="even")
+    drafted = add_source(place, "[[0] * depth]", kind="even")
     with pytest.raises(RequestError, match=r"plugin odd-robot .*whose kind is 'odd'"):
         drafted.decode(random_prompts(tiny_decoder(), [2, 5], 0), Session.of(2))
 
@@ -309,13 +292,13 @@ def test_a_source_with_another_name_is_refused(place: Path) -> None:
 SLOW_SOURCE = """
 import threading
 import torch
-from deft_policies.decoding.drafts import MEMORY, Chains, DraftSource
+from deft_policies.decoding.drafts import DraftSource
 
 MADE = []
 BEGUN, GOES_ON = threading.Event(), threading.Event()
 
 class Source(DraftSource):
-    kind, needs, capturable = "slow", frozenset({MEMORY}), True
+    kind = "slow"
 
     def __init__(self, target):
         MADE.append((threading.current_thread().name, torch.is_inference_mode_enabled()))
@@ -324,12 +307,8 @@ class Source(DraftSource):
         if FAILS:
             raise RuntimeError("no weights today")
 
-    def allocate(self, batch):
-        self.guess = torch.zeros(batch.capacity, 1, 1, dtype=torch.int64)
-
-    def draft(self, batch, limits):
-        tokens = self.guess[batch.slots].expand(-1, -1, limits.depth)
-        return Chains(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    def draft(self, sequence, depth):
+        return [[0] * depth]
 """
 
 
@@ -361,7 +340,7 @@ def test_a_source_is_made_once_by_whoever_decodes_and_not_by_a_check(place: Path
             answers = thread.submit(policy.act, requests).result()
             return [one.chunk.actions.tolist() for one in answers]
 
-        for size in (1, 3, 9):  # each in a larger batch than before
+        for size in (1, 3, 9):
             assert actions(size, SLOW) == actions(size, PLAIN)
     assert slow.MADE == [("policy_0", True)]
 
@@ -396,11 +375,12 @@ def test_a_server_answers_others_while_a_source_is_made(place: Path) -> None:
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ("Chains(tokens + 10**6, known)", "guessed token 1000000"),
-        ("Chains(tokens[:, 0], known[:, 0])", r"tokens must be \[row, chain, step\]"),
-        ("Chains(tokens.float(), known)", "tokens must be int64"),
-        ("Chains(tokens, known[:, :, 1:])", "all must have the shape of tokens"),
-        ("tokens", "must return Chains or a DraftTree"),
+        ("[[10**6]]", "guessed token 1000000"),
+        ("[5, 6]", "must return a list of chains"),
+        ("[[5.0]]", "guessed 5.0, which is no int"),
+        ("Branches([5, 6], [0])", "as many parents as tokens"),
+        ("Branches([5, 6], [0, 2])", "guess 2 hangs on 2"),
+        ("None", "must return a list of chains"),
         ("self.target.no_such", "AttributeError"),
     ],
 )
@@ -411,16 +391,6 @@ def test_a_source_that_guesses_what_nobody_can_read_is_named(
     prompts = random_prompts(tiny_decoder(), [2, 5], 0)
     with pytest.raises(PolicyError, match=rf"plugin odd-robot \(odd_source:Source\): .*{message}"):
         drafted.decode(prompts, Session.of(2))
-
-
-def test_tokens_beyond_the_vocabulary_change_no_exact_answer(place: Path) -> None:
-    """Only the first draft is looked at: a later one must do no harm."""
-    wrong = "Chains(tokens + 10**6 * int(batch.last is not None), known)"
-    drafted, decoder = add_source(place, wrong), tiny_decoder()
-    plain = Decoding(fast_target(decoder), find_method("autoregressive"))
-    prompts = random_prompts(decoder, [2, 5], 0)
-    answers = [tokens_of(one.decode(prompts, Session.of(2))) for one in (plain, drafted)]
-    assert answers[0] == answers[1]
 
 
 def test_without_the_package_its_names_are_unknown() -> None:

@@ -8,6 +8,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -17,57 +18,57 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import one_hot
 
-from deft_policies.decoding.batch import AnswerSpec, Row
 from deft_policies.decoding.drafts.previous_answer import Alignment
 from deft_policies.decoding.engine import Engine
+from deft_policies.decoding.guard import best_width
 from deft_policies.decoding.methods import find_method
-from deft_policies.decoding.target import Prompts, Scores, Target
-from deft_policies.decoding.tree import DraftTree
+from deft_policies.decoding.sequence import AnswerSpec
+from deft_policies.decoding.sequence import Sequence as Answer
+from deft_policies.decoding.target import PassRow, Scores, Target
 from deft_policies.memory import SessionMemory
 from deft_policies.model.kv_cache import KVCache
 from deft_policies.model.llama import LlamaDecoder
 from deft_policies.model.sizes import LlamaSizes
 from tests import golden_ecot
 from tests.policies.decoding.scripts import clock
-from tests.policies.decoding.test_any_length import STOP, decoder, prompt, side_by_side
-from tests.tiny_target import ACTIONS, VOCABULARY, random_prompts
+from tests.policies.decoding.test_any_length import STOP, decoder, prompt
+from tests.tiny_target import ACTIONS, VOCABULARY, random_prompts, scores_of
 
 LENGTH = 257
 METHOD = find_method("lossless:guard=off")
 
 
 class WantedTarget(Target):
-    """Wants one text per row, and computes nothing: the cache only says how far it has come."""
+    """Wants one text per slot, and computes nothing: positions only say how far it has come."""
 
     texts: Sequence[Sequence[int]] = ()
 
-    def prefill(
-        self, rows: KVCache, first: int, prompts: Prompts, tree: DraftTree
-    ) -> tuple[Scores, torch.Tensor]:
-        self.lengths = prompts.lengths
-        torch.sub(self.lengths, 1, out=rows.lengths(first, first + len(self.lengths)))
-        return self._said(tree, torch.zeros_like(self.lengths)), prompts.embeds[:, :0]
+    def forward(self, cache: KVCache, rows: Sequence[PassRow]) -> Scores:
+        said = []
+        for row in rows:
+            if row.prompt is not None:
+                self.lengths[row.slot] = row.prompt.length
+            cache.reserve(row.slot + 1, row.start + row.tree.num_nodes)
+            text = [*self.texts[row.slot], STOP]
+            for depth in row.tree.depths():
+                prompt = self.lengths.get(row.slot, row.start)  # while widths are timed
+                place = row.start - prompt + 1 + depth
+                said.append(text[min(place, len(text) - 1)])
+        logits = one_hot(torch.tensor(said), VOCABULARY).float()
+        return scores_of(rows, logits[:, :0], logits)
 
-    def score(self, rows: KVCache, tree: DraftTree) -> Scores:
-        length = rows.lengths(0, len(tree.tokens))
-        return self._said(tree, length - self.lengths[: len(tree.tokens)] + 1)
-
-    def _said(self, tree: DraftTree, counts: torch.Tensor) -> Scores:
-        longest = max(len(text) for text in self.texts)
-        texts = [[*text, *[STOP] * (longest + 1 - len(text))] for text in self.texts]
-        places = (counts[:, None] + tree.depths()).clamp(0, longest)
-        said = torch.tensor(texts)[: len(tree.tokens)].gather(1, places)
-        logits = one_hot(said, VOCABULARY).float()
-        return Scores(logits, logits[:, :, :0], tree.answers)
+    @cached_property
+    def lengths(self) -> dict[int, int]:
+        return {}  # of prompts, by slot
 
 
-def answer(texts: Sequence[Sequence[int]], memories: Sequence[SessionMemory]) -> list[Row]:
+def answer(texts: Sequence[Sequence[int]], memories: Sequence[SessionMemory]) -> list[Answer]:
     """Let the target say these texts, in one batch."""
     target = WantedTarget(decoder(), ACTIONS)
     target.texts = texts
-    rows = [Row(METHOD, AnswerSpec(400, STOP), memory) for memory in memories]
+    rows = [Answer(METHOD, AnswerSpec(400, STOP), memory) for memory in memories]
     with torch.inference_mode():
-        prompts = side_by_side([prompt(2 + index, 0) for index in range(len(rows))])
+        prompts = [prompt(2 + index, 0) for index in range(len(rows))]
         Engine(target, widest=512).decode(prompts, rows, clock())
     assert [row.tokens for row in rows] == [list(text) for text in texts]
     return rows
@@ -175,16 +176,9 @@ def test_later_golden_frames_take_an_eighth_of_their_tokens() -> None:
 class ComputingTarget(WantedTarget):
     """Computes every pass as a model does, and then wants what it is told to."""
 
-    def prefill(
-        self, rows: KVCache, first: int, prompts: Prompts, tree: DraftTree
-    ) -> tuple[Scores, torch.Tensor]:
-        Target.prefill(self, rows, first, prompts, tree)
-        return super().prefill(rows, first, prompts, tree)
-
-    def score(self, rows: KVCache, tree: DraftTree) -> Scores:
-        said = super().score(rows, tree)
-        Target.score(self, rows, tree)
-        return said
+    def forward(self, cache: KVCache, rows: Sequence[PassRow]) -> Scores:
+        Target.forward(self, cache, rows)
+        return super().forward(cache, rows)
 
 
 @pytest.mark.long(seconds=30)
@@ -205,19 +199,19 @@ def test_what_scripted_edits_cost_beside_plain_decoding(capsys: pytest.CaptureFi
     for weight in model.parameters():
         weight.normal_(std=0.05)
     target, memory = ComputingTarget(model, ACTIONS), SessionMemory(answer=tuple(old))
-    prompts = random_prompts(model, [80])
+    (long_prompt,) = random_prompts(model, [80])
     engine = Engine(target, widest=512)
     with torch.inference_mode():
         target.texts = [old]
-        engine.warm_up(prompts, find_method("lossless"), AnswerSpec(400, STOP))
-        lines = [f"{LENGTH} tokens, drafts {target.text_width} wide after the first pass"]
+        engine.warm_up(long_prompt, find_method("lossless"), AnswerSpec(400, STOP))
+        lines = [f"{LENGTH} tokens, drafts {engine.text_width} wide after the first pass"]
         for name, text in {"plain": old, **cases}.items():
             target.texts, took = [text], list[tuple[float, int]]()
             method = find_method("autoregressive" if name == "plain" else "lossless")
             for _ in range(1 if name == "plain" else 3):
-                row = Row(method, AnswerSpec(400, STOP), memory)
+                row = Answer(method, AnswerSpec(400, STOP), memory)
                 started = time.perf_counter()
-                engine.decode(prompts, [row], clock())
+                engine.decode([long_prompt], [row], clock())
                 took.append((1000 * (time.perf_counter() - started), row.num_passes))
                 assert row.tokens == text
             lines.append("{:14} {:6.0f} ms in {} passes".format(name, *min(took)))
@@ -282,7 +276,7 @@ def test_whatever_the_last_answer_was_the_tokens_are_the_targets(cases: Sessions
 @pytest.mark.long(seconds=40)
 @settings(max_examples=250, **WHAT_IS_DRAWN)
 @given(SESSIONS)
-def test_they_are_in_500_sessions(cases: Sessions) -> None:
+def test_the_tokens_are_the_targets_in_250_drawn_sessions(cases: Sessions) -> None:
     expect_the_targets_tokens(cases)
 
 
@@ -291,35 +285,20 @@ def test_a_longer_answer_than_is_remembered_is_refused() -> None:
         SessionMemory(answer=(1,) * 4097)
 
 
-def plans_of_a_session(monkeypatch: pytest.MonkeyPatch, wide_ms: float) -> list[str]:
-    """How a guarded session of the same text is decoded where a pass without drafts takes 1 ms."""
-    monkeypatch.setattr(
-        "deft_policies.decoding.batch.PassRecord.ms",
-        lambda record, *stages: 1.0 if record.num_nodes == 1 else wide_ms,
-    )
-    target, memory, plans = WantedTarget(decoder(), ACTIONS), SessionMemory(), list[str]()
-    target.texts = [text_of(0, 20)]
-    engine, method = Engine(target, widest=512), find_method("lossless")
-    for _ in range(60):
-        row = Row(method, AnswerSpec(400, STOP), memory)
-        with torch.inference_mode():
-            engine.decode(prompt(2, 0), [row], clock())
-        assert row.tokens == text_of(0, 20)
-        memory = row.memory
-        plans.append(row.choice.plan)
-    return plans
-
-
-def test_a_text_is_decoded_plainly_where_that_is_cheaper(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("pass_ms", "width"),
+    [
+        ({1: 1.0, 8: 1.05, 16: 1.1, 32: 1.15, 64: 1.2}, 32),  # wide passes cost little
+        ({1: 1.0, 8: 3.0, 16: 5.0, 32: 9.0, 64: 17.0}, 8),
+        ({1: 1.0, 8: 30.0, 16: 50.0, 32: 90.0, 64: 170.0}, 1),  # then it is decoded plainly
+    ],
+)
+def test_a_pass_carries_as_much_of_the_last_text_as_pays_on_the_machine(
+    pass_ms: dict[int, float], width: int
 ) -> None:
-    plans = plans_of_a_session(monkeypatch, wide_ms=30.0)
-    assert plans.count("previous-answer") == 2  # tried once to warm it up, once to measure it
+    assert best_width(pass_ms, edits_apart=7) == width
 
 
-def test_it_is_drafted_from_the_last_one_where_that_costs_less(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    plans = plans_of_a_session(monkeypatch, wide_ms=10.0)
-    assert plans[0] == "plain"  # there is no text to draft from yet
-    assert plans[30:].count("previous-answer") > 25
+def test_the_first_text_of_a_session_is_decoded_plainly() -> None:
+    (row,) = answer([text_of(0, 20)], [SessionMemory()])
+    assert row.num_passes == 20

@@ -17,8 +17,8 @@ from deft_client.types import DecodeTrace
 from deft_policies.decoding.acceptance.distance import WithinIds
 from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.plan import Loop, TieBreak
-from deft_policies.decoding.target import Prompts, Scores
-from deft_policies.decoding.tree import DraftTree
+from deft_policies.decoding.target import Prompt
+from deft_policies.decoding.tree import Branches, merge
 from deft_policies.model.llama import LlamaDecoder
 from scripts.reproduce.published import PUBLISHED_SHARES, fit_acceptance, predicted_shares
 from tests.policies.decoding.scripts import (
@@ -29,13 +29,12 @@ from tests.policies.decoding.scripts import (
     Session,
     blank_prompts,
 )
-from tests.policies.decoding.trees import judged, random_scored
+from tests.policies.decoding.trees import random_case
 from tests.tiny_target import (
     LENGTH,
     TinyTarget,
     fast_target,
     next_token,
-    one_row,
     random_prompts,
     tiny_decoder,
 )
@@ -126,7 +125,7 @@ def test_the_published_loop_equals_its_twin_case_by_case(radius: int, slow: bool
     seen_last = 0
     for seed in range(6 if slow else 24):
         prompts = random_prompts(decoder, [3], seed=seed)
-        prompt = one_row(prompts, 0).embeds[0]
+        prompt = prompts[0].embeds
         answer = plain(decoder, prompt)
         guess = guesses_of(seed, answer)
         tokens, lengths = published(decoder, prompt, guess, radius)
@@ -145,7 +144,7 @@ def plain(decoder: LlamaDecoder, prompt: Tensor) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-def decode(target: object, prompts: Prompts, guess: Guess, radius: int) -> DecodeTrace:
+def decode(target: object, prompts: list[Prompt], guess: Guess, radius: int) -> DecodeTrace:
     method = replace(find_method("spec-vla-published"), rule=WithinIds(radius))
     drafts = ScriptedDrafts(guess, max_depth=LEVELS)
     return Decoding(target, method, None, drafts).decode(prompts, Session.of(1))[0]
@@ -191,25 +190,17 @@ def test_a_whole_action_may_end_with_a_path_that_won_beyond_its_end() -> None:
 
 def test_the_longest_path_is_cut_after_it_was_chosen() -> None:
     """5 of 7 committed; leaf 33 stands within 9 of 30, beside the exact path 30-31-32."""
-    tokens = torch.tensor([[29, 33, 30, 31, 32]])
-    parents = torch.tensor([[-1, 0, 0, 2, 3]])
-    tree = DraftTree(tokens, parents, parents >= -1, torch.zeros(1, 5), parents * 0)
-    wanted = torch.tensor([[30, 50, 31, 32, 40]])
-    scored = replace(
-        random_scored(0, num_rows=1),
-        tree=tree,
-        scores=Scores(torch.zeros(1, 5, 60), torch.zeros(1, 5, 8), torch.tensor([0])),
-        predictions=wanted,
-        num_committed=torch.tensor([5]),
-    )
+    tree = merge([29], [("test", Branches([33, 30, 31, 32], [0, 0, 2, 3]))], 64)
+    said = torch.tensor([30, 50, 31, 32, 40])
+    logits = torch.nn.functional.one_hot(said, 60).float()
+    case = replace(random_case(0), tree=tree, logits=logits)
+    case.answer.tokens = case.answer.target_tokens = [25] * 5
     ours, theirs = (
-        judged(scored, WithinIds(9), TieBreak.FIRST_ROW, loop)
+        case.committed(WithinIds(9), TieBreak.FIRST_ROW, loop)
         for loop in (Loop.LEAN, Loop.PUBLISHED)
     )
-    assert int(tree.tokens[0, ours.path[0, 1]]) == 33
-    assert int(tree.tokens[0, theirs.path[0, 1]]) == 30
-    assert (int(ours.bonus[0]), int(theirs.bonus[0])) == (50, 31)
-    assert int(theirs.num[0]) == 1
+    assert ours == ([0, 1], 50)
+    assert theirs == ([0, 2], 31)
 
 
 @pytest.mark.parametrize("suite", list(PUBLISHED_SHARES))

@@ -2,15 +2,16 @@ import pytest
 import torch
 
 from deft_policies.decoding.acceptance.rule import ActionSpace
-from deft_policies.decoding.batch import AnswerSpec
-from deft_policies.decoding.judge import predict
 from deft_policies.decoding.methods import find_method
-from deft_policies.decoding.sampling import ANSWER, COIN, DRAFT, first_maximum, noise_keys, uniform
+from deft_policies.decoding.read import draw_tokens
+from deft_policies.decoding.sampling import ANSWER, COIN, DRAFT, first_maximum, noise_key, uniform
+from deft_policies.decoding.sequence import AnswerSpec
+from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.target import Target
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.memory import SessionMemory
 from tests.policies.decoding.scripts import Decoding, Session, tokens_of
-from tests.tiny_openvla import CPU, one_row, random_prompts, tiny_model
+from tests.tiny_openvla import random_prompts, tiny_model
 
 KNOWN = [
     0.208747078,
@@ -31,21 +32,17 @@ def test_the_first_of_equal_maxima_is_taken() -> None:
 
 def drawn(temperature: float, draws: list[tuple[int, int]], places: torch.Tensor) -> torch.Tensor:
     """Tokens [row, place] by the odds of LOGITS."""
-    method = find_method("autoregressive").with_sampling(temperature)
-    keys = noise_keys(3, draws, CPU)
-    root = torch.zeros(places.shape, dtype=torch.int64)
-    tokens = [
-        predict(
-            method,
-            DraftTree.root_only(root[:, index]),
-            LOGITS.expand(len(root), 1, -1),
-            0,
-            keys,
-            places[:, index],
-        )
-        for index in range(places.shape[1])
-    ]
-    return torch.cat(tokens, dim=1)
+    method, rows = find_method("autoregressive").with_sampling(temperature), []
+    for draw, row in zip(draws, places.tolist(), strict=True):
+        answer = Answer(method, AnswerSpec.action(ActionSpace.in_bins(7)))
+        answer.noise_key = noise_key(3, draw)
+        tokens = []
+        for place in row:
+            answer.tokens = [0] * place
+            root = DraftTree.of_committed([0])
+            tokens.append(int(draw_tokens(answer, root, LOGITS[None])[0]))
+        rows.append(tokens)
+    return torch.tensor(rows)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -66,7 +63,7 @@ def test_a_row_draws_the_same_whatever_shares_its_batch() -> None:
     form = AnswerSpec.action(ActionSpace.in_bins(7))
 
     def decode(rows: list[int]) -> list[tuple[int, ...]]:
-        batch = prompts if len(rows) == 3 else one_row(prompts, rows[0])
+        batch = [prompts[row] for row in rows]
         memories = [SessionMemory(num_draws=row) for row in rows]
         return tokens_of(Decoding(target, sampled).decode(batch, Session(memories, form)))
 
@@ -93,7 +90,7 @@ def test_sessions_draw_independently_under_one_seed() -> None:
 
 def test_noise_is_what_it_was_in_any_process() -> None:
     """Known numbers: a replica or a later version must draw them, too."""
-    keys = noise_keys(7, [(0, 0), (2**63 - 1, 5)], CPU)
+    keys = torch.tensor([noise_key(7, draw) for draw in [(0, 0), (2**63 - 1, 5)]])
     places = torch.tensor([[0, 9], [0, 9]])
     found = uniform(keys, ANSWER, places, 2)
     assert found.flatten().tolist() == pytest.approx(KNOWN, abs=1e-8)
@@ -101,7 +98,7 @@ def test_noise_is_what_it_was_in_any_process() -> None:
 
 @pytest.mark.parametrize("stream", [ANSWER, COIN, DRAFT])
 def test_noise_is_uniform_and_no_two_numbers_have_to_do_with_each_other(stream: int) -> None:
-    keys = noise_keys(1, [(0, number) for number in range(40)], CPU)
+    keys = torch.tensor([noise_key(1, draw) for draw in [(0, number) for number in range(40)]])
     numbers = uniform(keys, stream, torch.arange(20).expand(40, -1), 500)
     flat = numbers.flatten()
     shares = torch.histc(flat, 10, 0.0, 1.0) / len(flat)

@@ -1,28 +1,31 @@
-"""Random trees and scores, and plain Python that walks them one node at a time."""
+"""Random trees and scores of one answer, and plain Python that walks them one node at a time."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
+from deft_policies.decoding.accept import accept, judge, stands_by
 from deft_policies.decoding.acceptance.rule import (
     AcceptanceRule,
-    ActionContext,
     ActionSpace,
+    DeviceRule,
     DimensionGroup,
-    ScoredTree,
-    space_tensors,
+    JudgedTree,
+    TreeRule,
 )
-from deft_policies.decoding.batch import Pass
-from deft_policies.decoding.judge import judge
-from deft_policies.decoding.methods import Method
+from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.plan import Loop, TieBreak
-from deft_policies.decoding.target import Scores
+from deft_policies.decoding.read import measure
+from deft_policies.decoding.sequence import AnswerSpec, Found
+from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.tree import DraftTree
+from deft_policies.memory import SessionMemory
 from deft_policies.model.sizes import TokenRange
-from tests.tiny_target import CPU, LENGTH, path_to
+from tests.tiny_target import LENGTH, path_to
 
-VOCABULARY = TokenRange(0, 59)
+NUM_TOKENS = 60
 ACTIONS = TokenRange(20, 59)
 SPACE = ActionSpace(
     groups=(DimensionGroup.MOVE,) * 3 + (DimensionGroup.TURN,) * 2 + (DimensionGroup.GRIP,) * 2,
@@ -31,70 +34,93 @@ SPACE = ActionSpace(
 )
 
 
-def random_tree(rng: random.Random, num_rows: int, num_nodes: int) -> DraftTree:
-    """Any parents, tokens close to each other, a few padded leaves."""
-    parents = [[-1, *(rng.randrange(n) for n in range(1, num_nodes))] for _ in range(num_rows)]
-    tokens = [[rng.randrange(17, 33) for _ in range(num_nodes)] for _ in range(num_rows)]
-    real = [
-        [node == 0 or node in row or rng.random() < 0.8 for node in range(num_nodes)]
-        for row in parents
-    ]
+@dataclass(frozen=True)
+class Case:
+    """A draft tree of one answer, and what a random target says of it."""
+
+    answer: Answer
+    tree: DraftTree
+    logits: Tensor  # [node, token]
+    hidden: Tensor  # [node, width]
+
+    @property
+    def predictions(self) -> list[int]:
+        """The target's token after each node."""
+        found: list[int] = self.logits.argmax(dim=1).tolist()
+        return found
+
+    @property
+    def num_committed(self) -> int:
+        return self.answer.count
+
+    def found(self, rule: AcceptanceRule) -> Found:
+        """What the host reads of the pass."""
+        best, judged = self.logits.argmax(dim=1), list[float]()
+        if isinstance(rule, (DeviceRule, TreeRule)) and self.tree.has_guesses:
+            measured = measure(rule, self.answer, self.tree, self.logits, self.hidden, best)
+            judged = [] if measured is None else measured.double().tolist()
+        said: list[int] = best.tolist()
+        return Found(self.answer.number, said, said, is_finite=True, judged=judged)
+
+    def by(self, rule: AcceptanceRule) -> JudgedTree:
+        """The tree as the rule sees it."""
+        self.answer.method = replace(self.answer.method, rule=rule)
+        return judge(self.answer, self.tree, self.found(rule))
+
+    def accepts(self, rule: AcceptanceRule) -> list[bool]:
+        """Which paths a rule accepts, whatever is missing of the answer, [node]."""
+        return stands_by(rule, self.by(rule))
+
+    def committed(
+        self, rule: AcceptanceRule, tie_break: TieBreak, loop: Loop = Loop.LEAN
+    ) -> tuple[list[int], int]:
+        """The path that is committed, and the bonus."""
+        method = replace(self.answer.method, rule=rule, tie_break=tie_break, loop=loop)
+        self.answer.method = method
+        return accept(self.answer, self.tree, self.found(rule))
+
+
+def random_tree(rng: random.Random, num_nodes: int) -> DraftTree:
+    """Any parents, tokens close to each other."""
+    parents = [-1, *(rng.randrange(n) for n in range(1, num_nodes))]
     return DraftTree(
-        tokens=torch.tensor(tokens),
-        parents=torch.tensor(parents),
-        is_real=torch.tensor(real),
-        log_probs=-torch.tensor([[rng.random() * 5 for _ in range(num_nodes)] for _ in parents]),
-        sources=torch.zeros(num_rows, num_nodes, dtype=torch.int64),
+        tokens=[rng.randrange(17, 33) for _ in range(num_nodes)],
+        parents=parents,
+        sources=["", *("test" for _ in parents[1:])],
+        log_probs=[-5 * rng.random() for _ in parents],
+        is_chain=parents == list(range(-1, num_nodes - 1)),
     )
 
 
-def random_scored(seed: int, space: ActionSpace = SPACE, num_rows: int = 3) -> ScoredTree:
+def random_answer(
+    rng: random.Random, space: ActionSpace, spec: AnswerSpec | None = None, stop: int | None = None
+) -> Answer:
+    """An action that has come some way, and was relaxed here and there; or text, with a stop."""
+    drift = tuple(rng.uniform(-9, 9) for _ in range(LENGTH))
+    memory = SessionMemory(drift=drift, num_steps=rng.randrange(200))
+    form = spec or AnswerSpec.action(space)
+    answer = Answer(replace(find_method("autoregressive"), name="test"), form, memory)
+    answer.limit = LENGTH
+    answer.action_tokens = ACTIONS
+    own = [rng.randrange(20, 60) for _ in range(rng.randrange(LENGTH))]
+    answer.target_tokens = own
+    answer.tokens = [one + rng.choice([0, 0, 2, -3]) for one in own]
+    return answer
+
+
+def random_case(seed: int, space: ActionSpace = SPACE, spec: AnswerSpec | None = None) -> Case:
     """A random tree whose guesses are often near what the random target says."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
-    tree = random_tree(rng, num_rows, rng.randrange(1, 16))
-    logits = 2 * torch.randn(*tree.tokens.shape, len(VOCABULARY), generator=generator)
+    tree = random_tree(rng, rng.randrange(1, 16))
+    logits = 2 * torch.randn(tree.num_nodes, NUM_TOKENS, generator=generator)
     # Make many guesses right or nearly so: push the logits at the parent towards the guess.
-    for row in range(num_rows):
-        for node in range(1, tree.num_nodes):
-            near = int(tree.tokens[row, node]) + rng.choice([0, 0, 0, 1, -1, 3, -7])
-            parent = int(tree.parents[row, node])
-            logits[row, parent, max(0, min(near, 59))] += rng.choice([0.0, 3.0, 9.0])
-    num_committed = torch.tensor([rng.randrange(LENGTH) for _ in range(num_rows)])
-    spent = torch.zeros(num_rows, LENGTH, dtype=torch.int64)
-    for row in range(num_rows):
-        for position in range(int(num_committed[row])):
-            spent[row, position] = rng.choice([0, 0, 2, -3])
-    context = ActionContext(
-        *space_tensors((space,) * num_rows, CPU),
-        drift=torch.tensor([[rng.uniform(-9, 9) for _ in range(LENGTH)] for _ in range(num_rows)]),
-        num_steps=torch.tensor([rng.randrange(200) for _ in range(num_rows)]),
-        patches=torch.randn(num_rows, 6, 8, generator=generator),
-    )
-    return ScoredTree(
-        tree=tree,
-        scores=Scores(
-            logits,
-            torch.randn(*tree.tokens.shape, 8, generator=generator),
-            torch.arange(num_rows),
-        ),
-        predictions=logits.argmax(dim=2),
-        num_committed=num_committed,
-        spent=spent,
-        vocabulary=VOCABULARY,
-        action_tokens=ACTIONS,
-        context=context,
-    )
-
-
-def judged(
-    scored: ScoredTree, rule: AcceptanceRule, tie_break: TieBreak, loop: Loop = Loop.LEAN
-) -> Pass:
-    """The path that is committed greedily; none is longer than an action."""
-    method = Method("test", rule, (), tie_break, loop=loop)
-    keys = torch.zeros_like(scored.num_committed)
-    steps = max(1, min(scored.tree.num_nodes, LENGTH))
-    return judge(method, scored, keys, steps)
+    for node in range(1, tree.num_nodes):
+        near = tree.tokens[node] + rng.choice([0, 0, 0, 1, -1, 3, -7])
+        logits[tree.parents[node], max(0, min(near, 59))] += rng.choice([0.0, 3.0, 9.0])
+    answer = random_answer(rng, space, spec)
+    answer.patches = torch.randn(6, 8, generator=generator)
+    return Case(answer, tree, logits, torch.randn(tree.num_nodes, 8, generator=generator))
 
 
 @dataclass(frozen=True)
@@ -121,38 +147,29 @@ class Step:
         return 20 <= self.drafted <= 59 and 20 <= self.expected <= 59
 
 
-def steps_to(scored: ScoredTree, row: int, node: int) -> list[Step]:
+def steps_to(case: Case, node: int) -> list[Step]:
     """The guesses on the way from the root to a node."""
-    steps = []
-    for depth, one in enumerate(path_to(scored.tree, row, node)):
+    steps, said = [], case.predictions
+    for depth, one in enumerate(path_to(case.tree, node)):
         if depth == 0:
             continue
-        parent = int(scored.tree.parents[row, one])
+        parent = case.tree.parents[one]
         steps.append(
             Step(
                 node=one,
-                drafted=int(scored.tree.tokens[row, one]),
-                expected=int(scored.predictions[row, parent]),
+                drafted=case.tree.tokens[one],
+                expected=said[parent],
                 depth=depth,
-                position=min(int(scored.num_committed[row]) + depth - 1, LENGTH - 1),
+                position=min(case.num_committed + depth - 1, LENGTH - 1),
                 parent=parent,
             )
         )
     return steps
 
 
-def is_real_path(scored: ScoredTree, row: int, node: int) -> bool:
-    return all(bool(scored.tree.is_real[row, step.node]) for step in steps_to(scored, row, node))
-
-
-def paths_of(tree: DraftTree, row: int) -> set[tuple[int, ...]]:
-    """Every real guess as the tokens on the way to it."""
-    found = set()
-    for node in range(1, tree.num_nodes):
-        if bool(tree.is_real[row, node]):
-            found.add(tuple(tree.tokens[row, path_to(tree, row, node)[1:]].tolist()))
-    return found
-
-
-def num_real(tree: DraftTree, row: int) -> int:
-    return int(tree.is_real[row].sum()) - 1
+def paths_of(tree: DraftTree) -> set[tuple[int, ...]]:
+    """Every guess as the tokens on the way to it."""
+    return {
+        tuple(tree.tokens[one] for one in path_to(tree, node)[tree.root + 1 :])
+        for node in range(tree.root + 1, tree.num_nodes)
+    }

@@ -1,7 +1,6 @@
-"""Serving from captured steps: nothing is captured while robots wait, whatever they send."""
+"""Serving from captured passes: nothing is captured while robots wait, whatever they send."""
 
 import random
-import re
 from dataclasses import replace
 from functools import partial
 
@@ -12,8 +11,10 @@ import torch
 from deft_client.image_chain import ImageChain
 from deft_client.types import ActOptions, Observation
 from deft_policies.base import ActRequest
+from deft_policies.decoding.captured import Shape, shapes_of
 from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.plan import KeyMask
+from deft_policies.errors import RequestError
 from deft_policies.families.openvla import OpenVLA, VlaTarget
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.memory import SessionMemory
@@ -25,7 +26,17 @@ from scripts.scripted_drafts import random_head
 from tests.recorder import RecordingCapturer
 from tests.tiny_openvla import tiny_config, tiny_model
 
-METHODS = ("autoregressive", "lossless", "spec-vla", "spec-vla-published")
+METHODS = (
+    "autoregressive",
+    "autoregressive:temperature=1",
+    "lossless",
+    "lossless:drafts=previous+head",
+    "deft",
+    "within-bins:radius=3",
+    "spec-vla",
+    "spec-vla:radius=3",
+    "spec-vla-published",
+)
 PROMPT_LENGTHS = range(3, 15)  # words, each an id
 NUM_FRAMES = 500
 RESERVE = Reserve(rows=8, shortest=40, longest=48)
@@ -41,13 +52,14 @@ def policy_on(runner: StepRunner, key_mask: KeyMask = KeyMask.CAUSAL) -> VlaPoli
     return VlaPolicy(OpenVLA(target, partial(word_ids, 300), images, statistics), drafts=drafts)
 
 
-def mixed_batches(seed: int = 0) -> list[list[tuple[Observation, ActOptions, int]]]:
-    """Frames of sixteen sessions, with methods, statistics and prompt lengths at random."""
+def mixed_batches(
+    seed: int = 0, num_frames: int = NUM_FRAMES, most: int = 8
+) -> list[list[tuple[Observation, ActOptions, int]]]:
+    """Frames of sixteen sessions; methods, statistics and prompt lengths are drawn for each."""
     rng, numbers = random.Random(seed), np.random.default_rng(seed)
-    batches, left = [], NUM_FRAMES
+    batches, left = [], num_frames
     while left:
-        size = min(left, rng.randint(1, 8))
-        method = rng.choice(METHODS)
+        size = min(left, rng.randint(1, most))
         batches.append(
             [
                 (
@@ -55,7 +67,12 @@ def mixed_batches(seed: int = 0) -> list[list[tuple[Observation, ActOptions, int
                         numbers.integers(0, 256, (28, 28, 3), dtype=np.uint8),
                         " ".join(["word"] * rng.choice(PROMPT_LENGTHS)),
                     ),
-                    ActOptions(decoding=method, statistics_key=rng.choice(("first", "second"))),
+                    ActOptions(
+                        decoding=rng.choice(METHODS),
+                        statistics_key=rng.choice(("first", "second")),
+                        want_trace=rng.random() < 0.5,
+                        want_log_probs=rng.random() < 0.5,
+                    ),
                     session,
                 )
                 for session in rng.sample(range(16), size)
@@ -78,11 +95,18 @@ def serve(
     return tokens
 
 
+def captured_policy(
+    reserve: Reserve, key_mask: KeyMask = KeyMask.CAUSAL
+) -> tuple[StepRunner, VlaPolicy]:
+    runner = StepRunner(RecordingCapturer().capture, reserve)
+    policy = policy_on(runner, key_mask)
+    policy.warm_up(METHODS)
+    return runner, policy
+
+
 @pytest.mark.long(seconds=58)
 def test_500_mixed_frames_capture_nothing_after_the_warm_up() -> None:
-    runner = StepRunner(RecordingCapturer().capture, RESERVE)
-    policy = policy_on(runner)
-    policy.warm_up(METHODS)
+    runner, policy = captured_policy(RESERVE)
     num_captured = runner.num_captured
     batches = mixed_batches()
     tokens = serve(policy, batches)
@@ -92,30 +116,74 @@ def test_500_mixed_frames_capture_nothing_after_the_warm_up() -> None:
     assert tokens == serve(policy_on(StepRunner()), batches)
 
 
+def test_mixed_frames_of_several_robots_are_answered_as_without_captures() -> None:
+    runner, policy = captured_policy(replace(RESERVE, rows=4))
+    num_captured = runner.num_captured
+    batches = mixed_batches(3, num_frames=40, most=4)
+    assert any(len({options.decoding for _, options, _ in batch}) == 4 for batch in batches)
+    assert serve(policy, batches) == serve(policy_on(StepRunner()), batches)
+    assert runner.num_captured == num_captured
+    assert not runner.uncaptured
+
+
+def test_a_method_that_nobody_named_before_is_served_from_what_was_captured() -> None:
+    runner = StepRunner(RecordingCapturer().capture, replace(RESERVE, rows=2))
+    policy, plain = policy_on(runner), policy_on(StepRunner())
+    policy.warm_up()  # for the default alone
+    num_captured = runner.num_captured
+    batches = mixed_batches(4, num_frames=16, most=2)
+    assert serve(policy, batches) == serve(plain, batches)
+    assert runner.num_captured == num_captured
+    assert not runner.uncaptured
+
+
 @pytest.mark.long(seconds=23)
 def test_a_head_that_sees_the_prompt_alone_is_captured_too() -> None:
     """Captured growth once read the lengths of the prompt that it had been captured with."""
-    runner = StepRunner(RecordingCapturer().capture, replace(RESERVE, rows=2, longest=48))
-    captured = policy_on(runner, KeyMask.PREFIX_ONLY)
-    captured.warm_up(METHODS)
-    batches = [batch[:2] for batch in mixed_batches(2)[:8]]
+    runner, captured = captured_policy(replace(RESERVE, rows=2), KeyMask.PREFIX_ONLY)
+    batches = mixed_batches(2, num_frames=16, most=2)
     plain = policy_on(StepRunner(), KeyMask.PREFIX_ONLY)
     assert serve(captured, batches) == serve(plain, batches)
+    assert not runner.uncaptured
 
 
-@pytest.mark.long(seconds=23)
-def test_answers_beyond_the_reserve_capture_nothing(
+def test_more_frames_than_the_reserve_has_rows_wait_and_capture_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    runner = StepRunner(RecordingCapturer().capture, replace(RESERVE, rows=2, longest=40))
-    policy = policy_on(runner)
     with caplog.at_level("INFO"):
-        policy.warm_up(METHODS)
-    assert "passes of up to 2 rows" in caplog.text
-    assert "lossless (1 of 4)" in caplog.text
-    assert re.search(r"spec-vla \(3 of 4\): about \d+ s to go", caplog.text)
+        runner, policy = captured_policy(replace(RESERVE, rows=2, longest=40))
+    assert f"capturing {len(passes_of(policy))} passes and prefills" in caplog.text
+    assert "memory beside the weights: keys and values" in caplog.text
     num_captured = runner.num_captured
-    batches = mixed_batches(1)[:6]
+    batches = mixed_batches(1, num_frames=30)
+    assert max(map(len, batches)) == 8
     assert serve(policy, batches) == serve(policy_on(StepRunner()), batches)
     assert runner.num_captured == num_captured
+    # The towers look at all frames of a batch at once; of passes none runs uncaptured.
+    assert all("see" in str(key) for key in runner.uncaptured)
     assert torch.is_inference_mode_enabled() is False
+
+
+def passes_of(policy: VlaPolicy) -> list[Shape]:
+    passes = policy.engine.captured
+    assert passes is not None
+    return shapes_of(passes.reserve, passes.widest, passes.keeps_hidden)
+
+
+def test_a_prompt_that_the_reserve_does_not_hold_is_refused() -> None:
+    runner, policy = captured_policy(replace(RESERVE, rows=1))
+    most = RESERVE.lengths[-1] - tiny_config().num_patches
+    model, number = policy.model, 1
+    while len(model.encode("word " * (number + 1))) <= most:
+        number += 1
+    black, options = np.zeros((28, 28, 3), np.uint8), ActOptions(statistics_key="first")
+    longest, longer = (Observation(black, "word " * one) for one in (number, number + 1))
+    policy.check(longest, options)
+    with pytest.raises(RequestError, match=f"at most {most} fit beside the image"):
+        policy.check(longer, options)
+    request = ActRequest(longest, options=replace(options, want_trace=True))
+    (found,), (plain,) = (one.act([request]) for one in (policy, policy_on(StepRunner())))
+    assert found.chunk.trace is not None
+    assert plain.chunk.trace is not None
+    assert found.chunk.trace.tokens == plain.chunk.trace.tokens
+    assert not runner.uncaptured

@@ -12,7 +12,7 @@ from deft_client.types import ActOptions, DecodeTrace, Observation
 from deft_policies.base import ActRequest
 from deft_policies.checkpoint.config import load_config
 from deft_policies.decoding.clock import StageClock
-from deft_policies.decoding.target import Prompts
+from deft_policies.decoding.target import Prompt
 from deft_policies.errors import CheckpointError, RequestError
 from deft_policies.families.loading import load_policy
 from deft_policies.families.openvla import OpenVLA
@@ -95,7 +95,7 @@ def test_the_draft_model_looks_at_no_frame_that_it_does_not_draft_for(tmp_path: 
     counted: list[str] = []
 
     class Counting(OpenVLA):
-        def see(self, observations: Sequence[Observation], clock: StageClock) -> Prompts:
+        def see(self, observations: Sequence[Observation], clock: StageClock) -> list[Prompt]:
             counted.extend(one.instruction for one in observations)
             return super().see(observations, clock)
 
@@ -112,7 +112,7 @@ def test_the_draft_model_looks_at_no_frame_that_it_does_not_draft_for(tmp_path: 
 
 
 def test_rows_that_decode_differently_see_their_own_pictures(tmp_path: Path) -> None:
-    """One batch of several methods is taken apart, and the draft model's prompts with it."""
+    """Several methods share a pass; the draft model's prompts go to the rows that draft."""
     policy = load_policy(replace(GOLDEN, draft_model=str(golden.TINY_OPENVLA)))
     cases = golden.cases_with_image()[:3]
     methods = ["autoregressive", "small-model:whole_vocabulary=on", "autoregressive"]

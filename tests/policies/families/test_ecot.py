@@ -120,7 +120,7 @@ def test_frames_of_sessions_are_answered_as_if_each_was_the_first(
 ) -> None:
     """All sessions together, one of which derails; the unguarded ones with the widest drafts."""
     policy = policy_of(folder, is_guarded)
-    policy.token_model.target.text_width = 32  # of guarded answers
+    policy.engine.text_width = 32  # of guarded answers
     sessions = SESSIONS if is_guarded else SESSIONS[:1]
     memories, passes = [SessionMemory() for _ in sessions], list[int]()
     for number in range(8):
@@ -203,8 +203,6 @@ def test_what_does_not_fit_is_said_before_the_first_frame(folder: Path, tmp_path
     assert "up to 1024 tokens" in open_model(options_of(folder)).summary
     with pytest.raises(CheckpointError, match="--prompt, --max-tokens: openvla writes nothing"):
         open_model(options_of(folder, family="openvla", prompt="vicuna", max_tokens=9))
-    with pytest.raises(CheckpointError, match="--action-rows-only: ecot writes words"):
-        open_model(options_of(folder, action_rows_only=True))
     with pytest.raises(CheckpointError, match="random weights have no words"):
         open_model(ModelOptions(random_weights="small", family="ecot"))
     copy = golden_ecot.write(tmp_path / "copy")
@@ -301,6 +299,6 @@ def test_the_audit_lists_what_differs_in_a_text_to_its_end(folder: Path) -> None
     assert (flip.position, flip.reference) == (0, case["generated_ids"][0])
     told = describe(report)
     assert f"{flip.reference} -> {flip.audited}, {flip.words}, margin" in told
-    assert "--action-rows-only" not in told  # words lie outside the action range by nature
+    assert "action range" not in told  # words lie outside the action range by nature
     said, other = flip.words.split(" -> ")
     assert said != other

@@ -12,9 +12,8 @@ from deft_client.image_chain import ImageChain
 from deft_client.types import ActOptions, Observation
 from deft_policies.base import ActRequest
 from deft_policies.benchmark.roofline import WeightBytes
-from deft_policies.checkpoint.drafts import save_index, save_medusa
+from deft_policies.checkpoint.drafts import save_medusa
 from deft_policies.checkpoint.tensor_file import digest_weights
-from deft_policies.decoding.drafts.retrieval import RetrievalIndex
 from deft_policies.decoding.methods import PRESETS
 from deft_policies.errors import CheckpointError, DeviceError, PolicyError, RequestError
 from deft_policies.families import family
@@ -63,7 +62,6 @@ def test_the_help_names_every_method() -> None:
         ({"decoding": "fastest"}, "fastest"),
         ({"decoding": "autoregressive", "radius": 3}, "radius"),
         ({"draft_heads": (Path("nowhere"),)}, "--draft-head nowhere"),
-        ({"retrieval_index": Path("nowhere")}, "--retrieval-index nowhere"),
         ({"statistics_key": "kitchen"}, "kitchen"),
     ],
 )
@@ -83,8 +81,8 @@ def test_every_flag_reaches_the_options() -> None:
         *("--checkpoint", "dir", "--adapter", "lora", "--statistics-key", "goal"),
         *("--device", "cpu", "--dtype", "bfloat16", "--quantization", "int8"),
         *("--image-chain", "libero", "--decoding", "deft", "--radius", "4"),
-        *("--draft-head", "a", "--draft-head", "b", "--retrieval-index", "c"),
-        *("--temperature", "0.5", "--seed", "3", "--action-rows-only"),
+        *("--draft-head", "a", "--draft-head", "b"),
+        *("--temperature", "0.5", "--seed", "3"),
         *("--no-graphs", "--no-fused-kernels", "--threads", "2"),
     )
     assert options == ModelOptions(
@@ -97,11 +95,9 @@ def test_every_flag_reaches_the_options() -> None:
         image_chain=ImageChain.LIBERO,
         decoding="deft",
         draft_heads=(Path("a"), Path("b")),
-        retrieval_index=Path("c"),
         radius=4,
         temperature=0.5,
         seed=3,
-        action_rows_only=True,
         has_graphs=False,
         fuses_kernels=False,
         num_threads=2,
@@ -124,7 +120,6 @@ def test_info_tells_what_was_loaded() -> None:
     assert info.details["dtype"] == "float32"
     assert info.details["weights"] == str(golden.TINY_OPENVLA)
     assert info.details["device"].startswith("cpu")
-    assert info.details["head"] == "whole vocabulary"
     assert info.details["processor"]
     assert info.versions["torch"] == torch.__version__
 
@@ -157,22 +152,6 @@ def test_eagle_and_medusa_heads_draft_together(tmp_path: Path) -> None:
             Observation(case.image(), case.instruction),
             ActOptions(statistics_key=case.statistics_key, decoding="spec-vla"),
         )
-
-
-def test_an_index_of_other_weights_is_refused(
-    tmp_path: Path,
-) -> None:
-    fingerprint = load_policy(OPTIONS).model.network.fingerprint()
-    audited = load_policy(replace(OPTIONS, precision=Precision.BFLOAT16))
-    assert audited.model.network.fingerprint() == fingerprint
-    keys, actions = torch.ones(2, 88 + 64), torch.full((2, 7), 31800)
-    save_index(RetrievalIndex(keys, actions, fingerprint), tmp_path / "index")
-    policy = load_policy(replace(OPTIONS, retrieval_index=tmp_path / "index"))
-    assert policy.drafts.index is not None
-    assert tokens_of(policy, "lossless") == golden.cases_with_image()[0].tokens
-    save_index(RetrievalIndex(keys, actions, "other"), tmp_path / "other")
-    with pytest.raises(CheckpointError, match="index again"):
-        load_policy(replace(OPTIONS, retrieval_index=tmp_path / "other"))
 
 
 def test_random_weights_repeat_themselves_by_seed_and_need_no_files() -> None:

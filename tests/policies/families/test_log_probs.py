@@ -20,7 +20,6 @@ from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.memory import SessionMemory
 from deft_policies.model.formats import Precision
-from tests.golden import TINY_OPENVLA, cases
 from tests.repository import ROOT
 
 INSTRUCTION = "pick up the butter and place it in the basket"
@@ -58,11 +57,10 @@ def by_hand(
     assert isinstance(model, TokenModel)
     image = load_image(ROOT / "examples/frame.png")
     with torch.inference_mode():
-        prompts = model.see([Observation(image, INSTRUCTION)], StageClock(model.device))
-        logits = model.target.logits_along(prompts, len(tokens), list(tokens))
-        first = model.target.vocabulary.first
+        (prompt,) = model.see([Observation(image, INSTRUCTION)], StageClock(model.device))
+        logits = model.target.logits_along(prompt, len(tokens), list(tokens))
         odds = [(one / temperature).log_softmax(dim=0) for one in logits]
-    return np.array([float(one[token - first]) for one, token in zip(odds, tokens, strict=True)])
+    return np.array([float(one[token]) for one, token in zip(odds, tokens, strict=True)])
 
 
 @pytest.mark.parametrize("thinks", [False, True])
@@ -100,19 +98,6 @@ def test_drawn_and_relaxed_tokens_have_those_of_the_target(
         assert found.temperature == (temperature or 1.0)
         wanted = by_hand(policy, tokens, found.temperature, False)
         assert np.allclose(found.values, wanted, atol=1e-5)
-
-
-def test_over_action_tokens_alone_they_say_so() -> None:
-    key = cases()[0].statistics_key
-    options = ModelOptions(
-        checkpoint=str(TINY_OPENVLA), statistics_key=key, device="cpu", action_rows_only=True
-    )
-    policy = load_policy(options)
-    answer, tokens = ask(policy, "lossless", SessionMemory())
-    found = answer.chunk.log_probs
-    assert found is not None
-    assert found.over == "action tokens"
-    assert np.allclose(found.values, by_hand(policy, tokens, 1.0, False), atol=1e-5)
 
 
 def test_there_are_none_where_nobody_asks() -> None:

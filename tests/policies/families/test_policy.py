@@ -1,5 +1,6 @@
 """VlaPolicy as a server uses it: golden answers, batches, refusals, sessions."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -11,8 +12,7 @@ from deft_client.image_chain import ImageChain
 from deft_client.types import ActOptions, Observation
 from deft_policies.base import ActAnswer, ActRequest, LimitedPolicy
 from deft_policies.checkpoint.config import load_encoder
-from deft_policies.decoding.target import Scores
-from deft_policies.decoding.tree import DraftTree
+from deft_policies.decoding.target import PassRow, Scores
 from deft_policies.errors import (
     DeviceError,
     NotFiniteError,
@@ -235,10 +235,10 @@ def test_lack_of_memory_is_a_device_error_and_may_be_retried() -> None:
     class Exhausted(VlaTarget):
         is_full = False
 
-        def score(self, rows: KVCache, tree: DraftTree) -> Scores:
+        def forward(self, cache: KVCache, rows: Sequence[PassRow]) -> Scores:
             if self.is_full:
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            return super().score(rows, tree)
+            return super().forward(cache, rows)
 
     policy = tiny_policy()
     target = Exhausted(tiny_model())
@@ -257,11 +257,18 @@ def test_lack_of_memory_is_a_device_error_and_may_be_retried() -> None:
 def test_methods_that_callers_make_up_push_out_no_others_costs() -> None:
     """What plans have cost is kept by a method's text, of at most so many methods."""
     policy = tiny_policy(ModelOptions(decoding="lossless"))
-    for name in ("lossless", "deft", *(f"deft:cap={number + 1}" for number in range(150))):
-        policy.act([request_for(options=ActOptions(decoding=name))])
-    guards = policy.engine._guards
-    assert len(guards) == 128
-    assert {"lossless", "deft"} <= {name for name, *_ in guards}
+    policy.warm_up()
+    asked = request_for(options=ActOptions(want_trace=True))
+    (before,) = policy.act([asked])
+    for number in range(150):
+        made_up = ActOptions(decoding=f"lossless:temperature={(number + 1) / 100}")
+        policy.act([request_for(options=made_up)])
+    assert len(policy.engine._guards) == 128
+    (after,) = policy.act([asked])
+    assert before.chunk.trace is not None
+    assert after.chunk.trace is not None
+    assert "expects" in before.chunk.trace.guard
+    assert after.chunk.trace.guard == before.chunk.trace.guard
 
 
 def test_warming_up_leaves_no_trace() -> None:

@@ -1,5 +1,6 @@
 """A policy that is played round by round answers as one that is asked for whole batches."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -12,15 +13,14 @@ from deft_client.types import ActOptions
 from deft_policies.base import ActRequest, Running, SteppedPolicy
 from deft_policies.decoding import kinds
 from deft_policies.decoding.drafts import DraftSource
-from deft_policies.decoding.engine import DraftModels
-from deft_policies.decoding.methods import Method
-from deft_policies.decoding.steps import Maker
-from deft_policies.decoding.target import Target
+from deft_policies.decoding.engine import DraftModels, Maker
+from deft_policies.decoding.target import PassRow, Scores, Target
 from deft_policies.errors import NotFiniteError, RequestError
 from deft_policies.families.openvla import OpenVLA, VlaTarget
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.image import ImageProcessor
+from deft_policies.model.kv_cache import KVCache
 from deft_policies.model.random_weights import word_ids
 from tests.policies.families.test_policy import request_for, tiny_policy, tokens_of
 from tests.tiny_openvla import tiny_model
@@ -94,11 +94,14 @@ def test_a_cancelled_frame_is_never_answered_and_the_others_are() -> None:
 
 def test_numbers_that_mean_nothing_end_one_frame_and_no_other() -> None:
     class Broken(VlaTarget):
-        """Scores with NaN in the second row."""
+        """Scores with NaN in the second row, of passes behind the prompt."""
 
-        def _score_aligned(self, rows, tree, start):  # type: ignore[no-untyped-def]
-            scores = super()._score_aligned(rows, tree, start)
-            scores.logits[1:] = float("nan")
+        def forward(self, cache: KVCache, rows: Sequence[PassRow]) -> Scores:
+            scores = super().forward(cache, rows)
+            for index, row in enumerate(rows):
+                if index and row.prompt is None:
+                    here = scores.nodes(index, row.tree)
+                    scores.logits[here] = scores.sums[here] = float("nan")
             return scores
 
     model = tiny_model()
@@ -107,6 +110,9 @@ def test_numbers_that_mean_nothing_end_one_frame_and_no_other() -> None:
     policy = VlaPolicy(ours, ModelOptions(decoding="autoregressive"))
     fine, broken = policy.start([request_for(0), request_for(1)])
     while not broken.has_ended:
+        policy.step()
+    assert not fine.has_ended  # a broken answer goes no further
+    while not fine.has_ended:
         policy.step()
     assert isinstance(broken.error, NotFiniteError)
     assert fine.answer is not None
@@ -118,7 +124,7 @@ def test_numbers_that_mean_nothing_end_one_frame_and_no_other() -> None:
 def test_where_one_frame_cannot_start_none_does() -> None:
     class Failing(DraftModels):
         def makers(self, target: Target) -> dict[str, Maker]:
-            def fail(method: Method) -> DraftSource:
+            def fail() -> DraftSource:
                 raise RequestError("drafts", "no n-grams today")
 
             return super().makers(target) | {kinds.NGRAM: fail}
@@ -135,10 +141,10 @@ def test_nothing_is_on_its_way_after_a_step_that_failed() -> None:
     class Exhausted(VlaTarget):
         is_full = True
 
-        def score(self, rows, tree):  # type: ignore[no-untyped-def]
-            if self.is_full:
+        def forward(self, cache: KVCache, rows: Sequence[PassRow]) -> Scores:
+            if self.is_full and rows[0].prompt is None:
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            return super().score(rows, tree)
+            return super().forward(cache, rows)
 
     model = tiny_model()
     target = Exhausted(model)

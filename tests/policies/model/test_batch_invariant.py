@@ -108,15 +108,16 @@ def test_what_is_kept_of_a_tree_is_what_plain_decoding_leaves() -> None:
     target = make_target()
     passes, case = passes_of(target), tree_case(target, "woven", 84)
     row, path = case.paths[-1]
-    passes.prefill(case.prompts, DraftTree.root_only(case.prompts.last_tokens))
-    target.score(passes.cache, case.tree)
-    passes.cache.keep(torch.tensor([path]), len(path), in_place=False)
-    after = tokens_of(target, 1, 3, seed=5)
-    scores = passes.score(DraftTree.chain(after))
-    tokens = [*case.plain_tokens(row, path), *after[0].tolist()]
-    along = passes_of(target).plain(case.prompts, row, tokens)
-    assert torch.equal(scores.logits[0], along.logits[-3:])
-    assert torch.equal(scores.hidden[0], along.hidden[-3:])
+    passes.run(case)
+    start = case.prompts[row].length
+    moves = [(0, start + node, start + at) for at, node in enumerate(path) if node != at]
+    passes.cache.keep(moves)
+    (after,) = tokens_of(target, 1, 3, seed=5)
+    found = passes.verify(case.prompts, [DraftTree.of_committed(after)], len(path))
+    tokens = [*case.plain_tokens(row, path), *after]
+    along = passes_of(target).plain(case.prompts[row], tokens)
+    assert torch.equal(found.logits[0], along.logits[-3:])
+    assert torch.equal(found.hidden[0], along.hidden[-3:])
 
 
 @pytest.mark.parametrize("rides", [True, False])
@@ -126,7 +127,7 @@ def test_where_bits_first_differ_is_named(rides: bool, monkeypatch: pytest.Monke
     passes, twin = passes_of(target), passes_of(target)
     chain = next(chain_cases(target, 61, (6,)))
     case = rider_case(target, CHAIN[:6], 61) if rides else chain
-    broken, row = target._passes._layers[1].gate_up, 60 + 3 if rides else 3
+    broken, row = target.passes._layers[1].gate_up, 60 + 3 if rides else 3
     plain = broken.apply
 
     def apply(rows: Tensor) -> Tensor:
@@ -145,9 +146,9 @@ def test_plain_decoding_in_two_ways_is_compared_token_by_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     target, other = make_target(), make_target()
-    prompts, tokens = prompts_of(target, [61]), [200, 300, 400]
-    assert find_plain_difference(prompts, tokens, passes_of(target), passes_of(other)) == ""
-    head, count = other._passes.head, 0
+    (prompt,), tokens = prompts_of(target, [61]), [200, 300, 400]
+    assert find_plain_difference(prompt, tokens, passes_of(target), passes_of(other)) == ""
+    head, count = other.passes.head, 0
     plain = head.apply
 
     def apply(rows: Tensor) -> Tensor:
@@ -156,7 +157,7 @@ def test_plain_decoding_in_two_ways_is_compared_token_by_token(
         return plain(rows) * (2 if count % 4 == 3 else 1)  # of four passes the third
 
     monkeypatch.setattr(head, "apply", apply)
-    where = find_plain_difference(prompts, tokens, passes_of(target), passes_of(other))
+    where = find_plain_difference(prompt, tokens, passes_of(target), passes_of(other))
     assert where == "token 2: head, row 0, node 0"
 
 
@@ -166,15 +167,15 @@ def test_what_captured_passes_compute_is_compared_when_they_are_replayed(
     """A replay runs no Python of the operations that are noted."""
 
     def captured() -> Passes:
-        runner = StepRunner(RecordingCapturer().capture, Reserve(shortest=61, longest=61))
+        runner = StepRunner(RecordingCapturer().capture, Reserve(rows=1, shortest=61, longest=61))
         decoder = make_target().decoder.float()
         target = Target(decoder, TokenRange(192, 447), runner=runner)
         return Passes(target, 1, longest=64, is_captured=True)
 
     passes, twin, tokens = captured(), captured(), [200, 300, 400]
-    prompts = prompts_of(twin.target, [61])
-    assert find_plain_difference(prompts, tokens, passes, twin) == ""
-    broken = (other := captured()).target._passes._layers[2].down
+    (prompt,) = prompts_of(twin.target, [61])
+    assert find_plain_difference(prompt, tokens, passes, twin) == ""
+    broken = (other := captured()).target.passes._layers[1].down
     plain = broken.add_to
 
     def add_to(residual: Tensor, rows: Tensor) -> Tensor | None:
@@ -183,8 +184,8 @@ def test_what_captured_passes_compute_is_compared_when_they_are_replayed(
         return found
 
     monkeypatch.setattr(broken, "add_to", add_to)
-    where = find_plain_difference(prompts, tokens, other, twin)
-    assert where == "token 1: layer 2, down, row 0, node 0"
+    where = find_plain_difference(prompt, tokens, other, twin)
+    assert where == "token 1: layer 1, down, row 0, node 0"
 
 
 def test_where_few_rows_differ_products_get_more_and_at_last_blocks() -> None:

@@ -5,8 +5,8 @@ import gc
 import torch
 from torch import Tensor
 
+from deft_policies.decoding.drafts.growth import Level, template_indices, template_tree
 from deft_policies.decoding.plan import TreeShape
-from deft_policies.decoding.tree import Level, template_indices, template_tree
 from deft_policies.model.graphs import StepRunner, Tensors
 from tests.recorder import RecordingCapturer
 

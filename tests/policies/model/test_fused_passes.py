@@ -8,6 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="fused kernels need Triton")
 
+from deft_policies.decoding.target import PassRow, Prompt
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.families.openvla import VlaTarget
 from deft_policies.model import cpu_products
@@ -31,26 +32,39 @@ def fixed_shapes(model: OpenVLAModel) -> VlaTarget:
     return VlaTarget(model, runner=runner)
 
 
-def random_tree(num_rows: int, num_nodes: int) -> DraftTree:
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, 300, (num_rows, num_nodes), generator=generator)
-    parents = torch.tensor([-1, *((node - 1) // 2 for node in range(1, num_nodes))])
-    return replace(DraftTree.chain(tokens), parents=parents.expand_as(tokens), is_chain=False)
+def random_tree(num_nodes: int, seed: int, root: int | None = None) -> DraftTree:
+    generator = torch.Generator().manual_seed(seed)
+    tokens: list[int] = torch.randint(0, 300, (num_nodes,), generator=generator).tolist()
+    parents = [-1, *((node - 1) // 2 for node in range(1, num_nodes))]
+    tokens[0] = tokens[0] if root is None else root
+    return DraftTree(tokens, parents, [""] * num_nodes, is_chain=num_nodes <= 2)
 
 
 def answers(target: VlaTarget, num_nodes: int) -> list[Tensor]:
-    """Scores of a prefill with guesses and of two passes behind it."""
-    prompts = random_prompts(target.model, [3, 9])
-    prompts = replace(prompts, embeds=prompts.embeds.to(target.decoder.embedding.weight.dtype))
-    tree = random_tree(2, num_nodes)
-    rows = target.new_cache()
-    rows.reserve(2, 64)
-    first, hidden = target.prefill(rows, 0, prompts, tree)
-    found = [first.logits.clone(), hidden.clone()]
-    for nodes in (num_nodes, 1):
-        rows.keep(torch.zeros(2, 1, dtype=torch.int64), 1, in_place=True)
-        found.append(target.score(rows, random_tree(2, nodes)).logits.clone())
+    """Scores of prefills with guesses and of two passes behind them, and hidden states."""
+    dtype, cache = target.decoder.embedding.weight.dtype, target.new_cache()
+    target.set_aside(cache, widest=8, num_tokens=8)
+    prompts = [replace(one, embeds=one.embeds.to(dtype)) for one in two_prompts(target.model)]
+    rows = [
+        PassRow(slot, one.length - 1, random_tree(num_nodes, slot, one.last_token), slot)
+        for slot, one in enumerate(prompts)
+    ]
+    rows = [replace(row, prompt=one) for row, one in zip(rows, prompts, strict=True)]
+    first = target.forward(cache, rows)
+    found = [first.logits.clone(), first.hidden.clone()]
+    for size in (num_nodes, 1):
+        rows = [
+            PassRow(slot, one.length, random_tree(size, 2 + slot), slot)
+            for slot, one in enumerate(prompts)
+        ]
+        scores = target.forward(cache, rows)
+        nodes = [scores.logits[scores.nodes(index, row.tree)] for index, row in enumerate(rows)]
+        found.append(torch.cat(nodes))
     return found
+
+
+def two_prompts(model: OpenVLAModel) -> list[Prompt]:
+    return random_prompts(model, [3, 9])
 
 
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
@@ -59,7 +73,7 @@ def test_fused_passes_score_what_plain_ones_do(num_kv_heads: int) -> None:
     model, launch = tiny_model(num_kv_heads=num_kv_heads), Counted()
     model.fuse(launch.kernels)
     for found, expected in zip(answers(fixed_shapes(model), 6), plain, strict=True):
-        torch.testing.assert_close(found[:, :1], expected[:, :1], atol=2e-4, rtol=2e-4)
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
         assert torch.equal(found.argmax(dim=-1), expected.argmax(dim=-1))
     assert set(launch.launched) == {
         *("rms_norm", "silu_times", "rotate_append", "attend_split", "join_splits")
@@ -74,7 +88,7 @@ def test_products_are_fused_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     model.fuse(launch.kernels)
     expected = answers(fixed_shapes(plain), 6)
     for found, one in zip(answers(fixed_shapes(model), 6), expected, strict=True):
-        torch.testing.assert_close(found[:, :1], one[:, :1], atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(found, one, atol=2e-2, rtol=2e-2)
     assert "product" in launch.launched
 
 
@@ -99,16 +113,15 @@ def test_a_layer_of_a_decode_or_verify_pass_takes_ten_launches(
         for layer in model.decoder.layers:
             quantize_linears(layer, quantization, CPU)
         model.fuse(launch.kernels)
-        target = fixed_shapes(model)
-        prompts = random_prompts(model, [3])
-        rows = target.new_cache()
-        rows.reserve(1, 64)
-        target.prefill(rows, 0, prompts, DraftTree.root_only(prompts.last_tokens))
-        tree = random_tree(1, num_nodes)
+        target, (prompt, _) = fixed_shapes(model), two_prompts(model)
+        cache = target.new_cache()
+        target.set_aside(cache, widest=8, num_tokens=8)
+        root = DraftTree.of_committed([prompt.last_token])
+        target.forward(cache, [PassRow(0, prompt.length - 1, root, 0, prompt=prompt)])
         launch.launched.clear()
-        inputs = (tree.tokens, tree.ancestor_mask(), torch.tensor([6]))
+        row = PassRow(0, prompt.length, random_tree(num_nodes, 0), 0)
         with LaunchCounter() as counter:
-            target._score_step(rows, 64, *inputs)
+            target.forward(cache, [row])
         totals.append(counter.total + len(launch.launched))
     is_fp8 = quantization is Quantization.FP8
     expected = FP8_LAYER_LAUNCHES if is_fp8 else LAYER_LAUNCHES

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from deft_policies.model.cpu_products import PackableLinear, can_pack, can_pack_halves, pack
 from deft_policies.model.passes import Projection
-from tests.tiny_target import fast_target, greedy, one_row, random_prompts, tiny_decoder
+from tests.tiny_target import fast_target, greedy, random_prompts, tiny_decoder
 
 OPERATORS = [
     (torch.ops.mkldnn, "_reorder_linear_weight"),
@@ -87,6 +87,6 @@ def test_without_a_private_operator_torchs_own_product_answers_the_same(
     finally:
         can_pack.cache_clear()
         can_pack_halves.cache_clear()
-    for row, answer in enumerate(answers):
-        found = target.logits_along(one_row(prompts, row), len(answer))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        found = target.logits_along(prompt, len(answer))
         assert tuple(int(one.argmax()) for one in found) == answer

@@ -11,11 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deft_client.image_chain import ImageChain
-from deft_policies.decoding.acceptance.rule import ActionSpace
-from deft_policies.decoding.batch import AnswerSpec, Batch, Row
-from deft_policies.decoding.methods import find_method
+from deft_policies.decoding.target import PassRow
+from deft_policies.decoding.tree import DraftTree
 from deft_policies.families.openvla import VlaTarget
-from deft_policies.memory import SessionMemory
 from deft_policies.model.image import ImageProcessor
 from tests.tiny_openvla import tiny_config, tiny_model
 
@@ -46,17 +44,20 @@ class CopiesToDevice(TorchDispatchMode):
 def test_no_copy_between_a_frame_and_its_prefill_makes_the_host_wait() -> None:
     model = tiny_model().to(META)
     target, images = VlaTarget(model), ImageProcessor(tiny_config().image, ImageChain.NONE)
-    batch, step = Batch(META, 1, 7, 7), ((1,) * 7,)
-    method = find_method("lossless")
-    row = Row(method, AnswerSpec.action(ActionSpace.in_bins(7)), SessionMemory(own=step))
-    row.limit = 7
-    batch.fill([row], None, drafts=True, reads_past=True)  # stacks the action spaces, once
     frame = np.zeros((28, 28, 3), np.uint8)
-    images.pixel_values([frame], META)  # places the table of normalised values, once
-    with CopiesToDevice() as copies, torch.no_grad():
-        target.read(images.pixel_values([frame], META), [[1, 2, 3]])
-        batch.fill([row], None, drafts=True, reads_past=True)
-    assert copies.go_on == [True] * 6
+
+    def see() -> None:
+        (prompt,) = target.read(images.pixel_values([frame], META), [[1, 2, 3]])
+        tree = DraftTree([prompt.last_token, 5, 6], [-1, 0, 1], ["", "memory", "memory"])
+        row = PassRow(0, prompt.length - 1, tree, 0, prompt=prompt)
+        target.forward(target.new_cache(), [row])
+
+    with torch.no_grad():
+        see()  # places tables that stay there
+        with CopiesToDevice() as copies:
+            see()
+    assert len(copies.go_on) >= 3  # pixels, words, and numbers of the pass
+    assert all(copies.go_on)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")

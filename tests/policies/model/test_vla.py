@@ -44,9 +44,9 @@ def test_towers_projector_and_decoder_equal_the_recorded_features() -> None:
 def test_greedy_tokens_and_margins_equal_openvla_in_float32(number: int) -> None:
     case = golden.cases()[number]
     target = VlaTarget(golden_model())
-    prompts = target.read(pixels_of(number), [case.prompt_ids])
+    (prompt,) = target.read(pixels_of(number), [case.prompt_ids])
     with torch.inference_mode():
-        logits = target.logits_along(prompts, 7)
+        logits = target.logits_along(prompt, 7)
     best = [first_maximum(one) for one in logits]
     assert tuple(map(int, best)) == case.tokens
     margins = [float(top_gap(*both)) for both in zip(logits, best, strict=True)]
@@ -58,12 +58,10 @@ def test_prompts_of_a_batch_keep_their_own_lengths() -> None:
     pixels = torch.randn(2, 6, 28, 28)
     ids = [(1, 40, 41, 42, 7), (1, 50, 7)]
     prompts = target.read(pixels, ids)
-    assert prompts.lengths.tolist() == [9, 7]
-    assert prompts.last_tokens.tolist() == [7, 7]
-    alone = target.read(pixels[1:], ids[1:])
-    torch.testing.assert_close(prompts.embeds[1, :7], alone.embeds[0], atol=1e-3, rtol=1e-3)
-    assert prompts.features is not None
-    assert prompts.features.shape == (2, 40)
+    assert [one.length for one in prompts] == [9, 7]
+    assert [one.last_token for one in prompts] == [7, 7]
+    (alone,) = target.read(pixels[1:], ids[1:])
+    torch.testing.assert_close(prompts[1].embeds, alone.embeds, atol=1e-3, rtol=1e-3)
 
 
 def test_names_and_shapes_equal_the_real_openvla_7b(openvla_7b: OpenVLAConfig) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -24,7 +25,7 @@ _BLOCK = 512  # bytes, in whose multiples memory is handed out
 class Memory(TorchDispatchMode):
     """Bytes of all tensors on the meta device that somebody holds: now, and at the most.
 
-    Whatever the host reads of them is 1, and no two of them are equal.
+    Whatever the host reads of them is 0, and no two of them are equal.
     """
 
     def __init__(self) -> None:
@@ -46,10 +47,10 @@ class Memory(TorchDispatchMode):
         name, kwargs = func.overloadpacket.__name__, dict(kwargs or {})
         if args and isinstance(args[0], Tensor) and args[0].device == META:
             if name in _READS:
-                return int(name != "equal")
+                return 0
             given = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.device)]
             if name in ("to", "_to_copy") and given and given[0] != META:
-                return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+                return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
         found = func(*args, **kwargs)
         for tensor in tree_leaves(found):
             if isinstance(tensor, Tensor) and tensor.device == META:
@@ -67,6 +68,21 @@ class Memory(TorchDispatchMode):
 
     def _forget(self, size: int) -> None:
         self.now -= size
+
+
+class _ReadsLists(TorchFunctionMode):
+    """The same of lists of numbers, which no operation is asked for."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is Tensor.tolist and args[0].device == META:
+            return torch.zeros(args[0].shape, dtype=args[0].dtype).tolist()
+        return func(*args, **(kwargs or {}))
 
 
 def hold(step: Step, inputs: Tensors) -> CapturedStep:
@@ -95,7 +111,7 @@ def random_head(model: VlaNetwork) -> EagleHead:
 
 def most_bytes(setting: Setting, ask: Callable[[Setting], Iterable[object]]) -> int:
     """What a question takes at the most, the model's weights among it."""
-    with Memory() as memory:
+    with Memory() as memory, _ReadsLists():
         assert setting.network is not None
         setting.clear()
         before = memory.now

@@ -1,5 +1,6 @@
 """Parts of the questions to a GPU that a CPU would not come by, and what is read of a profile."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,10 @@ import torch
 pytest.importorskip("triton", reason="fused kernels need Triton")
 
 from deft_policies.model.graphs import Reserve
-from scripts.bench.gpu.passes import read_profile
+from scripts.bench.gpu.passes import read_profile, small_ways
 from scripts.bench.gpu.products import Shape, blas, compare_bits, table
 from scripts.bench.gpu.setting import SIZES, MeasuredRunner, OutOfTimeError, Setting
+from scripts.bit_equality import CHAIN, WIDE, batch_case, make_target, rider_case, tree_case
 from tests.tiny_openvla import CPU
 from tests.triton_twins import Counted
 
@@ -77,6 +79,21 @@ def test_a_profile_adds_up_kernels_and_the_gaps_before_them() -> None:
     *_, total = found.rows("a pass")
     assert total["count"] == 5
     assert total["us"] == 22.0
+
+
+def test_small_decoders_are_asked_in_both_layouts_of_their_passes() -> None:
+    """Also one of a single layer."""
+    target = make_target(replace(WIDE, width=64, mlp_width=96, num_heads=4, num_kv_heads=2))
+    cases = (
+        tree_case(target, "woven", 84),
+        rider_case(target, CHAIN[:8], 59, keeps_hidden=False),
+        batch_case(target, [59, 84, 130], CHAIN[:8]),
+    )
+    packed, fixed = small_ways(target).values()
+    for case in cases:
+        pairs = zip(fixed.run(case).logits, packed.run(case).logits, strict=True)
+        for found, expected in pairs:
+            torch.testing.assert_close(found, expected, atol=0.04, rtol=0.0)
 
 
 def test_capturing_ends_when_its_time_is_over(tmp_path: Path) -> None:

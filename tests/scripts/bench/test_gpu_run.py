@@ -12,14 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from deft_policies.decoding import batch
+from deft_policies.decoding import sequence
+from deft_policies.families.openvla import OpenVLAFamily
+from deft_policies.families.options import ModelOptions
 from deft_policies.families.vla0.network import Vla0Network
 from deft_policies.model.graphs import Reserve
 from deft_policies.model.random_weights import openvla_7b
 from scripts import scripted_drafts
 from scripts.bench.gpu import frames, passes, products, server, vla0
 from scripts.bench.gpu.asking import LINES, Row
-from scripts.bench.gpu.setting import SIZES, Setting
+from scripts.bench.gpu.setting import SIZES, Setting, reserve_of
 from scripts.bench.gpu_run import QUESTIONS, main
 from scripts.bit_equality import find_difference
 from scripts.transformers_baseline import build_llama
@@ -85,7 +87,7 @@ def test_questions_about_the_7b_fit_a_card_of_80_gb(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planned on tensors that hold nothing, with few layers: each further one takes as much."""
-    monkeypatch.setattr(batch, "_NUMBERS", repeat(1))  # whatever is read of the device is 1
+    monkeypatch.setattr(sequence, "_NUMBERS", repeat(0))  # whatever is read of the device is 0
     monkeypatch.setattr(scripted_drafts, "random_head", random_head)
 
     def most_of(ask: Callable[[Setting], Iterator[object]], num_layers: int) -> int:
@@ -108,7 +110,8 @@ def test_questions_about_the_7b_fit_a_card_of_80_gb(
         one, two = (most_of(ask, num_layers) for num_layers in (1, 2))
         found[name] = one + (LAYERS - 1) * (two - one)
     llm, weights = openvla_7b().llm, 2 * (4 * 4096**2 + 3 * 4096 * 11008)
-    cache = 8 * 512 * 2 * 2 * llm.width  # rows, slots, keys and values in two bytes
+    # Two engines have one of a layer: keys and values in two bytes, of eight answers and a prefill.
+    cache = 2 * 9 * 512 * 2 * 2 * llm.width
     for name, ask in {
         "products": products.products,
         "frames": frames.frames,
@@ -123,13 +126,23 @@ def test_questions_about_the_7b_fit_a_card_of_80_gb(
 
 
 def test_a_servers_start_is_counted_without_computing() -> None:
-    plan = server.plan_start(openvla_7b(), torch.bfloat16, server.reserve_of(openvla_7b()))
-    # Four lengths, five widths, with and without hidden states, batches of 1, 2, 4 and 8.
-    assert plan.graphs["prefills"] == 4 * 5 * 2 * 4
-    assert plan.graphs["passes"] == 5 * 4
-    assert plan.graphs["towers"] == 4
-    assert plan.graphs["rounds"] > 4 * 100
-    assert 2e9 < plan.num_bytes < 20e9
-    few = server.plan_start(openvla_7b(), torch.bfloat16, Reserve(1, 288, 288))
-    assert few.graphs["prefills"] == 5 * 2
-    assert few.num_bytes < plan.num_bytes
+    config, dtype = openvla_7b(), torch.bfloat16
+    family = OpenVLAFamily(None, ModelOptions(random_weights="openvla-7b"))
+    assert reserve_of(config) == family.reserve
+    plan = server.plan_start(config, dtype, reserve_of(config))
+    assert plan.num_bytes == family.planned_bytes(dtype)
+    assert 2e9 < plan.total_bytes < 4e9
+    # Batches of 1, 2, 4 and 8 of four widths; five lengths with three numbers of riders, and with
+    # all hidden states.
+    assert plan.graphs == {"passes": 4 * 4, "prefills": 5 * (3 + 1), "towers": 4}
+    few = server.plan_start(config, dtype, Reserve(1, 288, 288))
+    assert few.graphs == {"passes": 4, "prefills": 3 + 1, "towers": 1}
+    assert few.total_bytes < plan.total_bytes
+
+
+def test_a_servers_start_captures_what_was_counted(tmp_path: Path) -> None:
+    unhurried = replace(SIZES["tiny"], captures_s=60.0)
+    rows = list(server.server(Setting(unhurried, torch.device("cpu"), tmp_path)))
+    graphs = {str(row["what"]): row["graphs"] for row in rows if row.get("graphs")}
+    for kind in ("passes", "prefills", "towers", "all"):
+        assert graphs[f"done: {kind}"] == graphs[f"planned: {kind}"]

@@ -72,7 +72,7 @@ row = [
   {{ name = "plain", played = true }},
   {{ name = "relaxed", method = "{RELAXED}", played = true, x = 1 }},
   {{ name = "half right", acceptance = 0.5, levels = 2 }},
-  {{ name = "impossible", method = "lossless:drafts=retrieval" }},
+  {{ name = "impossible", method = "lossless:drafts=small-model" }},
 ]
 plot = ["passes"]
 plot_x = "number"
@@ -218,7 +218,7 @@ def test_scripted_drafts_leave_answers_as_they_are(recorded):
 def test_a_row_the_policy_cannot_answer_is_left_out(recorded):
     assert "impossible" not in rows_of(recorded)
     page = (recorded / "page.md").read_text()
-    assert "Left out: `lossless-drafts=retrieval`" in page
+    assert "Left out: `lossless-drafts=small-model`" in page
     assert "--draft-head" in page
 
 

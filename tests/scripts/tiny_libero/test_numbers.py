@@ -141,8 +141,8 @@ def test_what_was_taught_is_served_as_it_was_taught(demos: Path, tmp_path: Path)
         )
         taught = net.decoder.head(hidden)[0, 0, list(model.network.config.answer_ids)]
         frame = Observation(batch.frames[0].numpy(), asked)
-        prompts = model.see([frame], StageClock(torch.device("cpu")))
-        served = model.network.decoder(prompts.embeds)[0, int(prompts.lengths[0]) - 1]
+        (prompt,) = model.see([frame], StageClock(torch.device("cpu")))
+        served = model.network.decoder(prompt.embeds[None])[0, -1]
         torch.testing.assert_close(model.network.decoder.head(served), taught)
 
 

@@ -5,14 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from deft_policies.decoding.acceptance.rule import AcceptanceRule, ScoredTree
+from deft_policies.decoding.acceptance.rule import (
+    AcceptanceRule,
+    DeviceRule,
+    JudgedTree,
+    ScoredNodes,
+    TreeRule,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True)
-class TopK(AcceptanceRule):
+class TopK(DeviceRule):
     """d is among the k likeliest action tokens of the target (SpecDec, Xia et al. 2022)."""
 
     k: int = 5
@@ -22,14 +28,13 @@ class TopK(AcceptanceRule):
 
     needs_space = False  # it knows odds, and no distances
 
-    def accepts(self, scored: ScoredTree) -> Tensor:
-        """Likely enough by rank all the way."""
-        ranked = scored.drafted_log_probs() >= _kth_largest(scored, self.k)
-        return scored.relaxed_paths(ranked)
+    def accepts(self, scored: ScoredNodes) -> Tensor:
+        """Likely enough by rank."""
+        return scored.drafted_log_probs >= _kth_largest(scored, self.k)
 
 
 @dataclass(frozen=True)
-class NearTop(AcceptanceRule):
+class NearTop(DeviceRule):
     """d is among the n likeliest and p(d) >= max p - delta (TensorRT-LLM's relaxed acceptance)."""
 
     n: int = 10
@@ -40,17 +45,15 @@ class NearTop(AcceptanceRule):
 
     needs_space = False  # it knows odds, and no distances
 
-    def accepts(self, scored: ScoredTree) -> Tensor:
-        """Nearly as likely as the target's own token all the way."""
-        drafted = scored.drafted_log_probs()
-        best = scored.action_log_probs.amax(dim=2).gather(1, scored.parents)
+    def accepts(self, scored: ScoredNodes) -> Tensor:
+        """Nearly as likely as the target's own token."""
+        drafted, best = scored.drafted_log_probs, scored.action_log_probs.amax(dim=1)
         near = drafted.exp() >= best.exp() - self.delta
-        ranked = drafted >= _kth_largest(scored, self.n)
-        return scored.relaxed_paths(near & ranked)
+        return near & (drafted >= _kth_largest(scored, self.n))
 
 
 @dataclass(frozen=True)
-class EntropyRadius(AcceptanceRule):
+class EntropyRadius(DeviceRule):
     """|d - t| <= low + (high - low) min(1, h / full), h the target's normalised entropy (ours).
 
     The radius grows with the target's own uncertainty: where it is sure, the draft must be nearly
@@ -65,11 +68,11 @@ class EntropyRadius(AcceptanceRule):
         if self.full <= 0:
             raise ValueError(f"full must be above 0, got {self.full}")
 
-    def accepts(self, scored: ScoredTree) -> Tensor:
-        """Near enough for the target's certainty all the way."""
+    def accepts(self, scored: ScoredNodes) -> Tensor:
+        """Near enough for the target's certainty."""
         share = (scored.entropy / self.full).clamp(max=1.0)
         radius = self.low + (self.high - self.low) * share
-        return scored.relaxed_paths(scored.deviations.abs() <= radius)
+        return (scored.drafted - scored.expected).abs() <= radius
 
     def with_radius(self, radius: int) -> AcceptanceRule:
         """Replace the largest radius."""
@@ -77,7 +80,7 @@ class EntropyRadius(AcceptanceRule):
 
 
 @dataclass(frozen=True)
-class DeferredWindow(AcceptanceRule):
+class DeferredWindow(TreeRule):
     """A miss at depth j stands if h_j >= theta and the next min(W, left) drafts match (FLy).
 
     h is the target's entropy over its whole vocabulary, as a share of the largest there can be.
@@ -99,40 +102,53 @@ class DeferredWindow(AcceptanceRule):
     radius_field = "cap"
 
     @property
+    def words(self) -> bool:
+        """As `text` says."""
+        return self.text
+
+    @property
     def needs_space(self) -> bool:
         """Only a cap is a distance."""
         return self.cap is not None
 
-    def accepts(self, scored: ScoredTree) -> Tensor:
-        """Every miss on the path gated, and its window on the path clean."""
-        gated = scored.relaxable(self.text)
-        if self.gate:
-            gated = gated & (scored.whole_entropy >= self.theta)
-        if self.cap is not None:
-            gated = gated & _within(scored, self.cap, self.text)
-        missed = ~scored.is_equal & (scored.tree.parents >= 0)
-        return scored.whole_paths(~missed | gated) & self._windows_clean(scored, missed)
+    def measure(self, scored: ScoredNodes) -> Tensor | None:
+        """h, where there is a gate."""
+        return scored.whole_entropy if self.gate else None
 
-    def _windows_clean(self, scored: ScoredTree, missed: Tensor) -> Tensor:
-        """True where every miss on the node's path has its window on that path, without a miss."""
-        depths = scored.tree.depths()
-        ancestors = scored.tree.ancestor_mask()
-        window_end = depths + self.window
-        if self.clip:
-            window_end = window_end.minimum(scored.deepest.unsqueeze(1))
-        too_short = window_end.unsqueeze(1) > depths.unsqueeze(2)  # [row, node, miss]
-        # later[row, miss, node]: node lies inside the miss's window and is itself a miss.
-        later = (depths.unsqueeze(1) > depths.unsqueeze(2)) & missed.unsqueeze(1)
-        later &= depths.unsqueeze(1) <= window_end.unsqueeze(2)
-        dirty = (ancestors.float() @ (later.float().transpose(1, 2))) > 0
-        # dirty counts misses on the node's path inside the window of any candidate `miss`; only
-        # candidates that are on the path and are misses themselves matter.
-        relevant = ancestors & missed.unsqueeze(1)
-        return ~(relevant & (too_short | dirty)).any(dim=2)
+    def accepts(self, judged: JudgedTree) -> list[bool]:
+        """Every miss on the path gated, and its window on the path clean."""
+        tree, num_nodes = judged.tree, judged.tree.num_nodes
+        missed = [not equal for equal in judged.is_equal]
+        fine = [
+            not missed[node] or (judged.is_relaxable[node] and self._is_gated(judged, node))
+            for node in range(num_nodes)
+        ]
+        stands = judged.whole_paths(fine)
+        for node in range(tree.root + 1, num_nodes):
+            if stands[node]:
+                stands[node] = self._has_clean_windows(judged, missed, node)
+        return stands
+
+    def _is_gated(self, judged: JudgedTree, node: int) -> bool:
+        if self.gate and judged.measured[node] < self.theta:
+            return False
+        return self.cap is None or judged.is_word[node] or _distance(judged, node) <= self.cap
+
+    def _has_clean_windows(self, judged: JudgedTree, missed: list[bool], node: int) -> bool:
+        """Whether every miss on the node's path has its window on that path, without a miss."""
+        path = judged.tree.path_to(node)[judged.tree.root + 1 :]
+        misses = [depth for depth, one in enumerate(path, start=1) if missed[one]]
+        for miss in misses:
+            end = miss + self.window
+            if self.clip:
+                end = min(end, judged.deepest)
+            if end > len(path) or any(miss < other <= end for other in misses):
+                return False
+        return True
 
 
 @dataclass(frozen=True)
-class VisualRelevance(AcceptanceRule):
+class VisualRelevance(TreeRule):
     """d = t, or d is among the share of least visual drafts, or t is drafted nearby (LVSpec).
 
     A_i = mean of the N largest cos(h_i, v) over the image patches v, with h_i and v the target's
@@ -154,53 +170,54 @@ class VisualRelevance(AcceptanceRule):
     text: bool = False
 
     radius_field = "cap"
+    needs_patches = True  # the cosines are taken with them
 
     def __post_init__(self) -> None:
         _at_least_one("num_patches", self.num_patches)
+
+    @property
+    def words(self) -> bool:
+        """As `text` says."""
+        return self.text
 
     @property
     def needs_space(self) -> bool:
         """Only the caps are distances."""
         return self.cap is not None or self.shift_cap is not None
 
-    needs_patches = True  # the cosines are taken with them
-
-    def accepts(self, scored: ScoredTree) -> Tensor:
-        """Equal, loose or merely shifted all the way in one branch."""
-        branches = _branches(scored)
-        fine = self._is_loose(scored, branches)
-        if self.shift_tolerant:
-            shifted = _is_shifted(scored, branches)
-            if self.shift_cap is not None:
-                shifted = shifted & _within(scored, self.shift_cap, self.text)[:, None]
-            fine = fine | shifted
-        if self.cap is not None:
-            fine = fine & _within(scored, self.cap, self.text)[:, None]
-        fine = fine & scored.relaxable(self.text)[:, None]
-        missed = branches & ~(scored.is_equal[:, None] | fine)
-        above = scored.tree.ancestor_mask().float().transpose(1, 2)
-        stands = branches & (missed.float() @ above == 0)
-        return stands.any(dim=1) | (scored.tree.parents < 0)
-
-    def _is_loose(self, scored: ScoredTree, branches: Tensor) -> Tensor:
-        """True for the least visual share of each branch, [row, leaf, node]."""
-        relevance = self.relevance(scored)
-        mine, others = relevance.unsqueeze(2), relevance.unsqueeze(1)
-        is_tie_before = (mine == others).tril(diagonal=-1)
-        rank = branches.float() @ ((others < mine) | is_tie_before).float().transpose(1, 2)
-        num_loose = (branches.sum(dim=2, keepdim=True) * self.share + 1e-6).floor()
-        return branches & (rank < num_loose)
-
-    def relevance(self, scored: ScoredTree) -> Tensor:
-        """A_i of every node, [row, node]."""
+    def measure(self, scored: ScoredNodes) -> Tensor:
+        """A_i of every node."""
         from torch.nn import functional
 
-        if scored.context.patches is None:
+        if scored.patches is None:
             raise ValueError("LVSpec needs the hidden states of the image patches")
-        nodes = functional.normalize(scored.scores.hidden.float(), dim=2)
-        patches = functional.normalize(scored.context.patches.float(), dim=2)
-        cosines = nodes @ patches.transpose(1, 2)
-        return cosines.topk(min(self.num_patches, cosines.shape[2]), dim=2).values.mean(dim=2)
+        nodes = functional.normalize(scored.hidden.float(), dim=1)
+        patches = functional.normalize(scored.patches.float(), dim=1)
+        cosines = nodes @ patches.t()
+        return cosines.topk(min(self.num_patches, len(patches)), dim=1).values.mean(dim=1)
+
+    def accepts(self, judged: JudgedTree) -> list[bool]:
+        """Equal, loose or merely shifted all the way in one branch."""
+        tree = judged.tree
+        stands = [True] * (tree.root + 1) + [False] * (tree.num_nodes - tree.root - 1)
+        for branch in judged.branches():
+            by_relevance = sorted(branch, key=lambda node: (judged.measured[node], node))
+            loose = set(by_relevance[: int(len(branch) * self.share + 1e-6)])
+            drafted = {tree.tokens[node] for node in branch}
+            for node in branch:
+                is_shifted = self.shift_tolerant and judged.expected[node] in drafted
+                if not self._is_fine(judged, node, node in loose, is_shifted):
+                    break
+                stands[node] = True
+        return stands
+
+    def _is_fine(self, judged: JudgedTree, node: int, is_loose: bool, is_shifted: bool) -> bool:
+        if judged.is_equal[node]:
+            return True
+        far = 0 if judged.is_word[node] else _distance(judged, node)
+        is_shifted = is_shifted and (self.shift_cap is None or far <= self.shift_cap)
+        is_near = self.cap is None or far <= self.cap
+        return judged.is_relaxable[node] and (is_loose or is_shifted) and is_near
 
 
 def _at_least_one(name: str, count: int) -> None:
@@ -208,28 +225,11 @@ def _at_least_one(name: str, count: int) -> None:
         raise ValueError(f"{name} must be 1 or more, got {count}")
 
 
-def _within(scored: ScoredTree, cap: int, words: bool) -> Tensor:
-    """True where |d - t| <= cap, [row, node]; words have no distance, and none is too far."""
-    near = scored.deviations.abs() <= cap
-    return near | scored.is_word if words else near
+def _distance(judged: JudgedTree, node: int) -> int:
+    return abs(judged.tree.tokens[node] - judged.expected[node])
 
 
-def _kth_largest(scored: ScoredTree, k: int) -> Tensor:
-    """The k-th largest log-probability where each node's token was predicted, [row, node]."""
+def _kth_largest(scored: ScoredNodes, k: int) -> Tensor:
+    """The k-th largest log-probability where each node's token was predicted, [node]."""
     log_probs = scored.action_log_probs
-    kth = log_probs.topk(min(k, log_probs.shape[2]), dim=2).values[:, :, -1]
-    return kth.gather(1, scored.parents)
-
-
-def _branches(scored: ScoredTree) -> Tensor:
-    """True for the guesses on the way from the root to a leaf, [row, leaf, node]."""
-    is_guess = scored.tree.is_real & (scored.tree.parents >= 0)
-    ways = scored.tree.ancestor_mask() & is_guess.unsqueeze(1) & is_guess.unsqueeze(2)
-    is_leaf = ways.sum(dim=1) == 1  # on no way but its own
-    return ways & is_leaf.unsqueeze(2)
-
-
-def _is_shifted(scored: ScoredTree, branches: Tensor) -> Tensor:
-    """True where the expected token is drafted on the branch, [row, leaf, node]."""
-    same = scored.expected.unsqueeze(2) == scored.tree.tokens.unsqueeze(1)
-    return branches & (branches.float() @ same.float().transpose(1, 2) > 0)
+    return log_probs.topk(min(k, log_probs.shape[1]), dim=1).values[:, -1]

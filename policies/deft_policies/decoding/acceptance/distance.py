@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from deft_policies.decoding.acceptance.rule import (
-    NO_CLASS,
     AcceptanceRule,
+    ActionSpace,
     DimensionGroup,
-    ScoredTree,
+    Guess,
+    LocalRule,
+    PathRule,
 )
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from deft_policies.decoding.sequence import Sequence
+
+# A hair more than a quotient, so that a limit of exactly k bins admits k bins.
+_HAIR = 1 + 1e-6
 
 
 @dataclass(frozen=True)
-class WithinBins(AcceptanceRule):
+class WithinBins(LocalRule):
     """d = t, or |d - t| <= r with both d and t action tokens (Spec-VLA, eq. 5, on action ids)."""
 
     radius: int = 9
 
     radius_field = "radius"
 
-    def accepts(self, scored: ScoredTree) -> Tensor:
-        """Near all the way."""
-        return scored.relaxed_paths(scored.deviations.abs() <= self.radius)
+    def accepts(self, drafted: int, expected: int, place: int) -> bool:
+        """Near enough."""
+        return abs(drafted - expected) <= self.radius
 
 
 @dataclass(frozen=True)
-class WithinIds(AcceptanceRule):
+class WithinIds(WithinBins):
     """|d - t| <= r on raw token ids over the whole vocabulary (Spec-VLA as released).
 
     Kept because published numbers were made with it; `WithinBins` is for anything else. It may
@@ -38,20 +45,11 @@ class WithinIds(AcceptanceRule):
     exact.
     """
 
-    radius: int = 9
-
-    radius_field = "radius"
-
-    def accepts(self, scored: ScoredTree) -> Tensor:
-        """Near all the way."""
-        near = scored.deviations.abs() <= self.radius
-        if scored.is_text is not None:
-            near = near & (scored.is_relaxable | ~scored.is_text)
-        return scored.whole_paths(scored.is_equal | near)
+    any_id = True
 
 
 @dataclass(frozen=True)
-class ScheduledRadius(AcceptanceRule):
+class ScheduledRadius(PathRule):
     """|d - t| <= r(s) with r(s) = low + (high - low) exp(-(s / tau)^beta) at step s (KERV).
 
     A stretched exponential over the episode, as in KERV's released code: loose while the arm
@@ -67,11 +65,11 @@ class ScheduledRadius(AcceptanceRule):
         if self.tau <= 0:
             raise ValueError(f"tau must be above 0 steps, got {self.tau}")
 
-    def accepts(self, scored: ScoredTree) -> Tensor:
-        """Near all the way, by the radius of this step."""
-        steps = scored.context.num_steps.float()
-        radius = self.low + (self.high - self.low) * (-((steps / self.tau) ** self.beta)).exp()
-        return scored.relaxed_paths(scored.deviations.abs() <= radius.unsqueeze(1))
+    def accepts(self, path: Items[Guess], sequence: Sequence) -> bool:
+        """Near enough by the radius of this step."""
+        drafted, expected, _ = path[-1]
+        share = math.exp(-((sequence.memory.num_steps / self.tau) ** self.beta))
+        return abs(drafted - expected) <= self.low + (self.high - self.low) * share
 
     def with_radius(self, radius: int) -> AcceptanceRule:
         """A constant radius."""
@@ -79,7 +77,7 @@ class ScheduledRadius(AcceptanceRule):
 
 
 @dataclass(frozen=True)
-class WithinLimits(AcceptanceRule):
+class WithinLimits(PathRule):
     """|d - t| u_k <= limit of k's group, with u_k the size of one bin at position k (ours).
 
     Limits are physical: `move` in millimetres and `turn` in degrees per step, so a dimension whose
@@ -94,23 +92,21 @@ class WithinLimits(AcceptanceRule):
 
     radius_field = "cap"
 
-    def accepts(self, scored: ScoredTree) -> Tensor:
-        """Near enough in its own unit all the way."""
-        radii = self._radii(scored)
-        context = scored.context
-        near = scored.deviations.abs() <= scored.at_positions(radii)
-        near = near & (scored.at_positions(context.groups) != DimensionGroup.GRIP)
-        boundary = scored.at_positions(context.class_boundary)
-        same_class = (scored.tree.tokens >= boundary) == (scored.expected >= boundary)
-        return scored.relaxed_paths(near.where(boundary == NO_CLASS, same_class))
-
-    def _radii(self, scored: ScoredTree) -> Tensor:
-        """Limits in bins, [row, position]."""
-        return radii_in_bins(scored, self.move, self.turn).clamp(max=float(self.cap))
+    def accepts(self, path: Items[Guess], sequence: Sequence) -> bool:
+        """Near enough in its own unit."""
+        drafted, expected, place = path[-1]
+        space = sequence.action_space
+        boundary = space.class_boundary[place]
+        if boundary is not None:
+            return (drafted >= boundary) == (expected >= boundary)
+        if space.groups[place] is DimensionGroup.GRIP:
+            return False
+        limit = _in_bins(space, place, self.move, self.turn)
+        return abs(drafted - expected) <= (self.cap if limit is None else min(limit, self.cap))
 
 
 @dataclass(frozen=True)
-class WithinBudget(AcceptanceRule):
+class WithinBudget(PathRule):
     """|d - t| <= each, and sum over the group's positions of one action <= total (HeiSD).
 
     Groups are the space's: translation and rotation are budgeted apart, a gripper must be equal.
@@ -122,23 +118,21 @@ class WithinBudget(AcceptanceRule):
 
     radius_field = "each"
 
-    def accepts(self, scored: ScoredTree) -> Tensor:
-        """Near all the way, with every group inside its budget."""
-        group = scored.at_positions(scored.context.groups)
-        far = scored.deviations.abs()
-        near = (far <= self.each) & scored.is_relaxable & (group != DimensionGroup.GRIP)
-        fine = scored.is_equal | near
-        for one in (DimensionGroup.MOVE, DimensionGroup.TURN):
-            # Equal tokens outside the action range have no deviation, so all may be summed.
-            here = scored.sum_along_paths(far * (group == one))
-            before = (scored.spent.abs() * (scored.context.groups == one)).sum(dim=1)
-            within = here + before.unsqueeze(1) <= self.total
-            fine = fine & (within | scored.is_equal | (group != one))
-        return scored.whole_paths(fine)
+    def accepts(self, path: Items[Guess], sequence: Sequence) -> bool:
+        """Near enough, with its group inside its budget."""
+        drafted, expected, place = path[-1]
+        space = sequence.action_space
+        group = space.groups[place]
+        if group is DimensionGroup.GRIP or abs(drafted - expected) > self.each:
+            return False
+        before = enumerate(sequence.spent(path[0][2]))
+        spent = sum(abs(bins) for at, bins in before if space.groups[at] is group)
+        here = sum(abs(d - t) for d, t, at in path if space.groups[at] is group)
+        return spent + here <= self.total
 
 
 @dataclass(frozen=True)
-class WithinDrift(AcceptanceRule):
+class WithinDrift(PathRule):
     """`rule`, and |leak * D_k + (d - t)| u_k <= budget of k's group wherever d != t (ours).
 
     D_k is the session's drift at position k: executed minus own over all past steps, each step
@@ -149,7 +143,7 @@ class WithinDrift(AcceptanceRule):
     `cap` is the budget in bins where the size of a bin is unknown.
     """
 
-    rule: AcceptanceRule = WithinLimits()
+    rule: LocalRule | PathRule = WithinLimits()
     move: float = 9.0
     turn: float = 1.5
     cap: int = 30
@@ -162,36 +156,33 @@ class WithinDrift(AcceptanceRule):
             )
 
     @property
-    def needs_patches(self) -> bool:
-        """As the inner rule does."""
-        return self.rule.needs_patches
-
-    @property
     def drift_leak(self) -> float:
         """The leak of the budget."""
         return self.leak
 
-    def accepts(self, scored: ScoredTree) -> Tensor:
-        """Accepted by the rule, and inside the drift budget all the way."""
-        budget = radii_in_bins(scored, self.move, self.turn)
-        unknown = scored.context.unit_per_bin == 0
-        budget = budget.masked_fill(unknown, float(self.cap))
-        after = self.leak * scored.at_positions(scored.context.drift) + scored.deviations
-        boundary = scored.at_positions(scored.context.class_boundary)
-        inside = after.abs() <= scored.at_positions(budget)
-        fine = scored.is_equal | inside | (boundary != NO_CLASS)
-        return scored.whole_paths(fine) & self.rule.accepts(scored)
+    def accepts(self, path: Items[Guess], sequence: Sequence) -> bool:
+        """Accepted by the rule, and inside the drift budget."""
+        drafted, expected, place = path[-1]
+        space = sequence.action_space
+        if space.class_boundary[place] is None:
+            budget = _in_bins(space, place, self.move, self.turn)
+            after = self.leak * sequence.drift[place] + (drafted - expected)
+            if abs(after) > (self.cap if budget is None else budget):
+                return False
+        if isinstance(self.rule, LocalRule):
+            return self.rule.accepts(drafted, expected, place)
+        return self.rule.accepts(path, sequence)
 
     def with_radius(self, radius: int) -> AcceptanceRule:
         """Replace the inner rule's radius; the budget stays."""
-        return replace(self, rule=self.rule.with_radius(radius))
+        rule = self.rule.with_radius(radius)
+        assert isinstance(rule, (LocalRule, PathRule))
+        return replace(self, rule=rule)
 
 
-def radii_in_bins(scored: ScoredTree, move: float, turn: float) -> Tensor:
-    """Limits in bins, [row, position]; infinite where the size of a bin is unknown."""
-    import torch
-
-    context = scored.context
-    limit = torch.where(context.groups == DimensionGroup.TURN, turn, move)
-    # A hair more than the quotient, so that a limit of exactly k bins admits k bins.
-    return limit / context.unit_per_bin * (1 + 1e-6)
+def _in_bins(space: ActionSpace, place: int, move: float, turn: float) -> float | None:
+    """The limit of a position in bins; None where the size of a bin is unknown."""
+    unit = space.unit_per_bin[place]
+    if unit == 0:
+        return None
+    return (turn if space.groups[place] is DimensionGroup.TURN else move) / unit * _HAIR

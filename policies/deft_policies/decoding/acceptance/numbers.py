@@ -7,17 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from deft_policies.decoding.acceptance.rule import (
-    AcceptanceRule,
     ActionSpace,
     DimensionGroup,
-    ScoredTree,
+    JudgedTree,
+    TreeRule,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # Tokens of an answer: 0 to 9 are digits.
 SPACE, END = 10, 11
@@ -90,7 +86,7 @@ def drift_of_steps(last: WrittenNumbers, num_steps: int) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True)
-class WithinNumbers(AcceptanceRule):
+class WithinNumbers(TreeRule):
     """A drafted number stands if the farthest number that the target could write is near (ours).
 
     Behind a digit that differs the target is not asked again: every number counts that begins with
@@ -107,41 +103,22 @@ class WithinNumbers(AcceptanceRule):
     needs_space = False  # it measures numbers, not tokens
     reads_numbers = True
 
-    def accepts(self, scored: ScoredTree) -> Tensor:
+    def accepts(self, judged: JudgedTree) -> list[bool]:
         """Near numbers all the way, none of them cut."""
-        import torch
-
-        tree = scored.tree
-        columns = (tree.tokens, tree.parents, tree.is_real, scored.predictions)
-        rows = zip(*(one.tolist() for one in columns), scored.written, strict=True)
-        found = [
-            [True] + [False] * (tree.num_nodes - 1)
-            if written is None
-            else self._judge(written, *row)
-            for *row, written in rows
-        ]
-        return torch.tensor(found, device=tree.tokens.device)
-
-    def _judge(
-        self,
-        written: WrittenNumbers,
-        tokens: list[int],
-        parents: list[int],
-        is_real: list[bool],
-        predictions: list[int],
-    ) -> list[bool]:
-        """Which nodes of a row may be the last that is committed."""
-        space, largest = written.space, written.space.largest_number
-        places: list[_Place | None] = [_read(written)]
-        stands = [True]
-        for node in range(1, len(tokens)):
-            above, token = parents[node], tokens[node]
+        tree, sequence = judged.tree, judged.sequence
+        space = sequence.action_space
+        written = WrittenNumbers(sequence.tokens, sequence.target_tokens, space, sequence.drift)
+        places: list[_Place | None] = [None] * tree.root + [_read(written)]
+        stands = [True] * (tree.root + 1)
+        for node in range(tree.root + 1, tree.num_nodes):
+            above, token = tree.parents[node], tree.tokens[node]
             before, place = places[above], None
             # A number ends where it may: behind one that is too far no space is of use.
-            if before is not None and is_real[node] and (token < SPACE or stands[above]):
-                place = before.after(token, predictions[above], largest)
+            if before is not None and (token < SPACE or stands[above]):
+                place = before.after(token, judged.expected[node], space.largest_number)
             places.append(place)
-            stands.append(place is not None and self._stands(place, predictions[node], space))
+            following = judged.predictions[node]
+            stands.append(place is not None and self._stands(place, following, space))
         return stands
 
     def _stands(self, place: _Place, following: int, space: ActionSpace) -> bool:

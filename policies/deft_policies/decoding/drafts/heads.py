@@ -4,182 +4,250 @@ EAGLE-2 (Li et al. 2024) is a small decoder layer; Medusa (Cai et al. 2024) is a
 position ahead.
 """
 
-from dataclasses import replace
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from deft_policies.decoding import kinds
-from deft_policies.decoding.batch import Batch, Pass
-from deft_policies.decoding.drafts import HIDDEN, DraftSource, drawing
+from deft_policies.decoding.drafts import Guesses, ModelSource
+from deft_policies.decoding.drafts.growth import Level, drawing, grow, read_grown
 from deft_policies.decoding.methods import Method
-from deft_policies.decoding.plan import MOST_BRANCHES, MOST_LEVELS, KeyMask, RopeOffset
-from deft_policies.decoding.target import Prompts, Target
-from deft_policies.decoding.tree import DraftLimits, DraftTree, Level
+from deft_policies.decoding.plan import MOST_BRANCHES, MOST_LEVELS, KeyMask, RopeOffset, TreeShape
+from deft_policies.decoding.sequence import Sequence
+from deft_policies.decoding.target import Prompt, Target
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads
 from deft_policies.model.kv_cache import KVCache
 from deft_policies.model.llama import take_rows
 from deft_policies.model.sizes import TokenRange
+from deft_policies.model.staging import to_device
 
 _MOST_OPEN = MOST_LEVELS * MOST_BRANCHES  # nodes that get children in any tree
 
 
-class EagleDrafts(DraftSource):
+@dataclass
+class _Pairs:
+    """What the head knows of one answer."""
+
+    num_prompt: int  # positions of the prompt
+    num_cached: int  # pairs whose keys and values are in the head's cache
+    hidden: list[Tensor]  # of the target, one for each token behind those pairs: [step, width]
+    has_grown: bool = False  # whether it has drafted for this answer before
+
+
+class EagleDrafts(ModelSource):
     """A tree from an EAGLE-style head, which keeps the keys of committed positions.
 
-    Its cache holds committed positions first and the nodes of the tree in flight behind them, at
-    slots that are the same in every row.
+    Position t pairs the hidden state of the t-th token with the embedding of the one after it. The
+    head's cache has the target's slots; nodes of the tree in flight lie behind the committed
+    positions, at positions that are the same in every slot.
     """
 
     kind = kinds.HEAD
-    needs = frozenset({HIDDEN})
-    capturable = True
+    reads_prompts = True
 
     def __init__(
         self,
         head: EagleHead,
         target: Target,
-        method: Method,
         rope_offset: RopeOffset = RopeOffset.CORRECT,
         key_mask: KeyMask = KeyMask.CAUSAL,
     ) -> None:
         self.head = head
-        self._target, self._method = target, method
+        self._target = target
         self._rope_offset, self._key_mask = rope_offset, key_mask
-        whole = method.whole_vocabulary
-        self._drafted: TokenRange = target.vocabulary if whole else target.action_tokens
         self._cache = KVCache(head.sizes, head.fc.weight)
-        # [row] each: positions of the prompt, and 0 in the first round and 1 later.
-        self._prompt = self._has_grown = torch.zeros(0, dtype=torch.int64)
-        self._num_patches = 0
-        self._room = 0  # slots of committed positions; those of a tree lie behind
 
-    def allocate(self, batch: Batch) -> None:
-        """Two counters for every row; keys have their room when rows begin."""
-        with torch.inference_mode(False):
-            blank = torch.zeros(2, batch.capacity, dtype=torch.int64, device=batch.device)
-        self._prompt, self._has_grown = blank
-        if batch.longest > 0:
-            self._room = batch.longest + batch.positions
-            self._cache.fix(batch.capacity, self._room + _MOST_OPEN)
+    @property
+    def _room(self) -> int:
+        """Positions for committed tokens; those of a tree lie behind."""
+        return self._cache.num_positions - _MOST_OPEN
 
-    def begin(self, batch: Batch, prompts: Prompts, hidden: Tensor | None) -> None:
-        """Take in the prompts: the pairs of all their positions but the last."""
-        assert hidden is not None
-        num_rows, num_positions = prompts.embeds.shape[:2]
-        reach = num_positions + max(row.limit for row in batch.rows if row is not None)
-        alone = len(batch.running) == num_rows
-        if not self._cache.is_fixed:
-            self._room = max(reach, 0 if alone else self._room)
-            self._cache.reserve(batch.capacity, self._room + _MOST_OPEN)
-        self._cache.clear(batch.slots)  # the answer before may have left NaN there
-        self._num_patches = prompts.patches.stop - prompts.patches.start
-        torch.sub(prompts.lengths, 1, out=self._cache.length[batch.slots])
-        self._prompt[batch.slots] = prompts.lengths
-        self._has_grown[batch.slots] = 0
-        embeds, hidden = prompts.embeds[:, 1:], hidden[:, :-1]
-        positions = torch.arange(num_positions - 1, device=embeds.device).expand(num_rows, -1)
-        window = self._cache.open(
-            num_rows, num_positions - 1, read=num_positions, first_row=batch.first
+    def observe_prompt(self, sequence: Sequence, prompt: Prompt, hidden: Tensor) -> None:
+        """Take in the pairs of all positions but the last."""
+        num_pairs = prompt.length - 1
+        reach = prompt.length + sequence.limit + 1 + _MOST_OPEN
+        self._cache.reserve(sequence.slot + 1, reach)
+        num_patches = prompt.patches.stop - (prompt.patches.start or 0)
+        pairs = _Pairs(prompt.length, num_pairs, [])
+        sequence.notes[self.kind] = pairs, num_patches
+        embeds, before = prompt.embeds[None, 1:], hidden[None, :-1]
+        positions = torch.arange(num_pairs, device=embeds.device)[None]
+        here = slice(sequence.slot, sequence.slot + 1)
+        window = self._cache.open_same(here, 0, num_pairs)
+        self.head.read(embeds, before, self.head.attend(before, positions, window=window))
+
+    def observe(self, sequence: Sequence, hidden: Tensor, logits: Tensor) -> None:
+        """Keep the hidden states along the accepted path."""
+        assert sequence.last is not None
+        pairs, _ = sequence.notes[self.kind]
+        path = to_device(sequence.last.path, hidden.device, torch.int64)
+        pairs.hidden.append(hidden[path])
+
+    def draft_all(self, sequences: Items[Sequence]) -> list[Guesses]:
+        """Draft behind the roots; together where trees and methods are alike."""
+        alike: dict[object, list[Sequence]] = {}
+        for one in sequences:
+            alike.setdefault((one.shape, one.method.drafting), []).append(one)
+        found: dict[int, Guesses] = {}
+        for some in alike.values():
+            found |= zip(map(id, some), self._draft(some), strict=True)
+        return [found[id(one)] for one in sequences]
+
+    def drafted(self, method: Method) -> TokenRange:
+        """The tokens that a method has drafted."""
+        every = TokenRange(0, self._target.num_tokens - 1)
+        return every if method.whole_vocabulary else self._target.action_tokens
+
+    def _draft(self, sequences: Items[Sequence]) -> list[Guesses]:
+        device, shape, method = self._target.device, sequences[0].shape, sequences[0].method
+        if shape.is_full_depth:
+            depths = [shape.levels for _ in sequences]
+        else:
+            depths = [one.num_missing for one in sequences]
+        if max(depths) <= 0:
+            return [[] for _ in sequences]
+        slots = to_device([one.slot for one in sequences], device, torch.int64)
+        out = self._append(sequences, slots)
+        notes = [one.notes[self.kind] for one in sequences]
+        numbers = to_device(
+            [
+                [
+                    pairs.num_cached,
+                    self._last_seen(pairs, pairs.num_cached - 1),
+                    self._position(pairs, num_patches),
+                    depth,
+                    one.noise_key,
+                    one.count,
+                    one.tokens[-1],
+                ]
+                for one, depth, (pairs, num_patches) in zip(sequences, depths, notes, strict=True)
+            ],
+            device,
+            torch.int64,
         )
-        self.head.read(embeds, hidden, self.head.attend(hidden, positions, window=window))
-
-    def draft(self, batch: Batch, limits: DraftLimits) -> DraftTree:
-        """Draft behind the roots."""
-        assert batch.last is not None
-        n, shape = batch.num_rows, limits.shape
-        out = self._append(batch.last, batch.is_open)
-        length = self._cache.length[:n]
-        seen = self._last_seen(n, length - 1)
-        position = length
-        if self._rope_offset is RopeOffset.PUBLISHED:
-            position = (length - self._num_patches) * self._has_grown[:n]
-        drafted = self._drafted.within(self._target.vocabulary)
-        draw = drawing(self._method, batch, drafted, len(self._target.vocabulary))
-        shape = (shape if draw is None else shape.as_template()).cut(limits.depth)
+        _, seen, position, deepest, keys, counts, _ = numbers.unbind(1)
+        drafted = self.drafted(method)
+        first = drafted.first
+        draw = drawing(method, keys, counts, first, self._target.num_tokens)
+        shape = (shape if draw is None else shape.as_template()).cut(max(depths))
         hidden = out[:, None]  # of the nodes that were open last
 
         def extend(level: Level) -> Tensor:
             nonlocal hidden
-            hidden = self._read(level, take_rows(hidden, level.above), position, seen)
-            return self._log_probs(hidden)
+            hidden = self._read(level, take_rows(hidden, level.above), position, seen, slots)
+            return self._log_probs(hidden, drafted)
 
-        first, token = self._log_probs(out), self._drafted.first
-        tree = self.grow(batch, limits.roots, shape, first, extend, token, draw)
-        self._has_grown[:n] = 1
-        return tree
+        grown = grow(shape, self._log_probs(out, drafted), extend, deepest, first, draw)
+        for pairs, _ in notes:
+            pairs.has_grown = True
+        return list(read_grown(grown, len(sequences)))
 
-    def _append(self, last: Pass, is_open: Tensor) -> Tensor:
-        """The head's output at the last of the pass's pairs, [row, width].
+    def _append(self, sequences: Items[Sequence], slots: Tensor) -> Tensor:
+        """Take in the pairs that were committed; the head's output at the last, [row, width].
 
-        Position t pairs the hidden state of the t-th token with the embedding of the one after it,
-        so a pass adds a pair for every node of its path, the bonus being the last "one after".
+        A pass adds a pair for every node of its path, the bonus being the last "token after".
         """
-        hidden, kept = last.hidden, last.num
-        assert hidden is not None
-        num_rows, num_steps, _ = hidden.shape
-        start = self._cache.length[:num_rows]
-        positions = start[:, None] + torch.arange(num_steps, device=hidden.device)
-        mask = self._visible(self._last_seen(num_rows, start + kept)[:, None])[:, None]
-        window = self._cache.open(num_rows, num_steps, read=self._room, slots=positions)
-        attention = self.head.attend(hidden, positions, mask, window).of_rows_out(kept[:, None])
-        out = self.head.run(self._target.embed(last.tokens), hidden, attention)
-        start.add_((kept + 1) * is_open)
+        notes: list[_Pairs] = [one.notes[self.kind][0] for one in sequences]
+        every = [torch.cat(pairs.hidden) for pairs in notes]
+        hidden = pad_sequence(every, batch_first=True)
+        sizes, num_steps = [len(one) for one in every], hidden.shape[1]
+        device = hidden.device
+        starts = [pairs.num_cached for pairs in notes]
+        last = [self._last_seen(p, p.num_cached + n - 1) for p, n in zip(notes, sizes, strict=True)]
+        tokens = [
+            [*one.tokens[len(one.tokens) - size :], *[0] * (num_steps - size)]
+            for one, size in zip(sequences, sizes, strict=True)
+        ]
+        numbers = to_device([starts, last, sizes], device, torch.int64)
+        positions = numbers[0][:, None] + torch.arange(num_steps, device=device)
+        mask = self._visible(numbers[1][:, None])[:, None]
+        window = self._cache.open_at(slots, positions, self._room)
+        kept = numbers[2][:, None] - 1
+        attention = self.head.attend(hidden, positions, mask, window).of_rows_out(kept)
+        embeds = self._target.embed(to_device(tokens, device, torch.int64))
+        out = self.head.run(embeds, hidden, attention)
+        for pairs, size in zip(notes, sizes, strict=True):
+            pairs.num_cached += size
+            pairs.hidden = []
         return out[:, 0]
 
-    def _last_seen(self, num_rows: int, position: Tensor) -> Tensor:
-        """The last committed slot that a query at a position sees, [row]."""
-        if self._key_mask is KeyMask.CAUSAL:
-            return position
-        return self._prompt[:num_rows] - 2
+    def _last_seen(self, pairs: _Pairs, position: int) -> int:
+        """The last committed pair that a query at a position sees."""
+        return position if self._key_mask is KeyMask.CAUSAL else pairs.num_prompt - 2
+
+    def _position(self, pairs: _Pairs, num_patches: int) -> int:
+        """The rotary position of the tree's first level."""
+        if self._rope_offset is RopeOffset.PUBLISHED:
+            return (pairs.num_cached - num_patches) * pairs.has_grown
+        return pairs.num_cached
 
     def _visible(self, last: Tensor) -> Tensor:
-        """Slots up to the `last` [row, query] of every query, [row, query, slot]."""
+        """Positions up to the `last` [row, query] of every query, [row, query, position]."""
         return torch.arange(self._room, device=last.device) <= last[:, :, None]
 
-    def _read(self, level: Level, hidden: Tensor, position: Tensor, seen: Tensor) -> Tensor:
+    def _read(
+        self, level: Level, hidden: Tensor, position: Tensor, seen: Tensor, slots: Tensor
+    ) -> Tensor:
         """The head's output at open nodes, [row, node, width], from `hidden` at their parents."""
         ancestors = level.ancestors
         num_rows, width = level.tokens.shape
-        slot = self._room + ancestors.shape[2] - width
+        first = self._room + ancestors.shape[2] - width
         committed = self._visible(seen[:, None]).expand(-1, width, -1)
         if self._key_mask is KeyMask.PREFIX_ONLY:
             ancestors = torch.zeros_like(ancestors)
         positions = (position + level.depth - 1)[:, None].expand(-1, width)
         mask = torch.cat((committed, ancestors), dim=2)[:, None]
-        window = self._cache.open(num_rows, width, read=slot + width, start=slot)
+        places = first + torch.arange(width, device=slots.device).expand(num_rows, -1)
+        window = self._cache.open_at(slots, places, first + width)
         attention = self.head.attend(hidden, positions, mask, window)
         return self.head.run(self._target.embed(level.tokens), hidden, attention)
 
-    def _log_probs(self, hidden: Tensor) -> Tensor:
-        return self._target.logits(hidden, self._drafted).log_softmax(dim=-1)
+    def _log_probs(self, hidden: Tensor, drafted: TokenRange) -> Tensor:
+        return self._target.logits(hidden, drafted).log_softmax(dim=-1)
 
 
-class MedusaDrafts(DraftSource):
+class MedusaDrafts(ModelSource):
     """A tree from parallel heads, whose scores depend on the depth alone."""
 
     kind = kinds.MEDUSA
-    needs = frozenset({HIDDEN})
-    capturable = True
 
     def __init__(self, heads: MedusaHeads, target: Target) -> None:
         self._heads, self._target = heads, target
 
-    def draft(self, batch: Batch, limits: DraftLimits) -> DraftTree:
-        """Branch as EAGLE-2 does."""
-        assert batch.last is not None
-        hidden, num = batch.last.hidden, batch.last.num
-        assert hidden is not None
-        seen = take_rows(hidden, num[:, None])[:, 0]  # it has predicted the root
-        num_heads, shape = self._heads.num_heads, limits.shape
+    def observe(self, sequence: Sequence, hidden: Tensor, logits: Tensor) -> None:
+        """Keep the hidden state that has predicted the root."""
+        assert sequence.last is not None
+        sequence.notes[self.kind] = hidden[sequence.last.path[-1]].clone()
+
+    def draft_all(self, sequences: Items[Sequence]) -> list[Guesses]:
+        """Branch as EAGLE-2 does; a tree of one shape at a time."""
+        found: dict[int, Guesses] = {}
+        for shape in dict.fromkeys(one.shape for one in sequences):
+            some = [one for one in sequences if one.shape == shape]
+            found |= zip(map(id, some), self._draft(some, shape), strict=True)
+        return [found[id(one)] for one in sequences]
+
+    def _draft(self, sequences: Items[Sequence], shape: TreeShape) -> list[Guesses]:
+        num_heads = self._heads.num_heads
         # There are no more levels than heads, even where the shape is of full depth.
-        depth = num_heads if shape.is_full_depth else min(num_heads, limits.depth)
-        shape = replace(shape, is_full_depth=False).cut(depth)
+        depths = [
+            num_heads if shape.is_full_depth else min(num_heads, one.num_missing)
+            for one in sequences
+        ]
+        if max(depths) <= 0:
+            return [[] for _ in sequences]
+        shape = replace(shape, is_full_depth=False).cut(max(depths))
         drafted = self._target.action_tokens
+        seen = torch.stack([one.notes[self.kind] for one in sequences])
         ahead = self._target.logits(self._heads(seen)[:, : shape.levels], drafted)
         ahead = ahead.log_softmax(dim=-1)
 
         def extend(level: Level) -> Tensor:
             return ahead[:, level.depth, None].expand(-1, level.tokens.shape[1], -1)
 
-        return self.grow(batch, limits.roots, shape, ahead[:, 0], extend, drafted.first)
+        deepest = to_device(depths, seen.device, torch.int64)
+        grown = grow(shape, ahead[:, 0], extend, deepest, drafted.first)
+        return list(read_grown(grown, len(sequences)))

@@ -7,20 +7,19 @@ the last answer as it was. Each stands at the number and the digit that is writt
 digit costs one pass and the chains line up again. Everything happens on the host.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Items
 
 from deft_policies.decoding import kinds
 from deft_policies.decoding.acceptance.numbers import END, SPACE
-from deft_policies.decoding.batch import Batch, Row
-from deft_policies.decoding.drafts import MEMORY, DraftSource
-from deft_policies.decoding.drafts.previous_answer import share_beginnings, tree_of
-from deft_policies.decoding.target import Target
-from deft_policies.decoding.tree import DraftLimits, DraftTree
+from deft_policies.decoding.drafts import Branches, DraftSource, Guesses
+from deft_policies.decoding.drafts.previous_answer import share_beginnings
+from deft_policies.decoding.sequence import Sequence
 
 Number = tuple[int, ...]
 
 
-def split_numbers(tokens: Sequence[int]) -> list[Number]:
+def split_numbers(tokens: Items[int]) -> list[Number]:
     """The digits of each number; the last one may be begun or empty."""
     numbers: list[list[int]] = [[]]
     for token in tokens:
@@ -31,13 +30,13 @@ def split_numbers(tokens: Sequence[int]) -> list[Number]:
     return [tuple(one) for one in numbers]
 
 
-def moved(numbers: Sequence[Number], num_executed: int, action_dim: int) -> list[Number]:
+def moved(numbers: Items[Number], num_executed: int, action_dim: int) -> list[Number]:
     """Without the rows that were executed; the last row stands for the new ones, too."""
     new_rows = list(numbers[-action_dim:]) * min(num_executed, len(numbers))
     return [*numbers[num_executed * action_dim :], *new_rows][: len(numbers)]
 
 
-def rest_of(numbers: Sequence[Number], index: int, num_digits: int) -> list[int]:
+def rest_of(numbers: Items[Number], index: int, num_digits: int) -> list[int]:
     """Tokens from a number on, behind so many of its digits, up to the end."""
     if index >= len(numbers):
         return [END]
@@ -45,7 +44,7 @@ def rest_of(numbers: Sequence[Number], index: int, num_digits: int) -> list[int]
     return [*numbers[index][num_digits:], *later, END]
 
 
-def find_run(numbers: Sequence[Number], written: Sequence[Number], ahead: int) -> int | None:
+def find_run(numbers: Items[Number], written: Items[Number], ahead: int) -> int | None:
     """Where the longest run of numbers that was just written goes on; None if nowhere.
 
     Of equally long runs the one nearest to `ahead` numbers further on counts, which begins as what
@@ -66,7 +65,7 @@ def find_run(numbers: Sequence[Number], written: Sequence[Number], ahead: int) -
 
 
 def guess_numbers(
-    last: Sequence[Number], tokens: Sequence[int], num_executed: int, action_dim: int
+    last: Items[Number], tokens: Items[int], num_executed: int, action_dim: int
 ) -> list[list[int]]:
     """Chains of tokens that may come next, the likeliest first."""
     if not any(last):
@@ -84,27 +83,20 @@ class PreviousNumbers(DraftSource):
     """A source of chains from the session's last answer."""
 
     kind = kinds.PREVIOUS_NUMBERS
-    needs = frozenset({MEMORY})
-    capturable = False
 
-    def __init__(self, target: Target) -> None:
-        self._target = target
+    def __init__(self, widest: int, width: Callable[[Sequence], int]) -> None:
+        """Trees of `width` nodes, and of up to `widest` where much has just stood."""
+        self._widest, self._width = widest, width
 
-    def draft(self, batch: Batch, limits: DraftLimits) -> DraftTree:
-        """One tree of every row's chains, which share what starts alike."""
-        grown = [self._grow(row, limits.widest) for row in batch.rows]
-        return tree_of(self.kind, grown, limits.roots)
-
-    def _grow(self, row: Row | None, widest: int) -> tuple[list[int], list[int]]:
-        """Tokens and parents of a row's guesses."""
-        if row is None or row.is_done or not row.memory.answer:
-            return [], []
-        if row.method.is_guarded:
-            # A few stand at a time, or many: where some just did, twice as many are tried.
-            widest = min(widest, max(self._target.text_width, 2 * row.num_kept))
-        last = split_numbers(row.memory.answer)
-        chains = guess_numbers(last, row.tokens, row.num_executed, row.spec.numbers_in_row)
-        depth = row.limit - 1 - row.count
-        width = widest - 1
+    def draft(self, sequence: Sequence, depth: int) -> Guesses:
+        """One tree of all chains, which share what starts alike."""
+        if not sequence.memory.answer:
+            return []
+        # A few stand at a time, or many: where some just did, twice as many are tried.
+        just = 0 if sequence.last is None else sequence.last.accepted
+        width = min(self._widest, max(self._width(sequence), 2 * just)) - 1
+        last = split_numbers(sequence.memory.answer)
+        in_row = sequence.spec.numbers_in_row
+        chains = guess_numbers(last, sequence.tokens, sequence.num_executed, in_row)
         tokens, parents, _ = share_beginnings([one[:depth] for one in chains], width, width // 4)
-        return tokens, parents
+        return Branches(tokens, parents)

@@ -12,19 +12,14 @@ The first chain gets half the width or more, the others enough to line up. Every
 host.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-import torch
-from torch import Tensor
-
 from deft_policies.decoding import kinds
-from deft_policies.decoding.batch import Batch, Row
-from deft_policies.decoding.drafts import MEMORY, PREDICTIONS, DraftSource
-from deft_policies.decoding.target import Prompts, Target
-from deft_policies.decoding.tree import DraftLimits, DraftTree
-from deft_policies.model.staging import to_device
+from deft_policies.decoding.drafts import Branches, DraftSource, Guesses
+from deft_policies.decoding.sequence import Sequence
 
 _SHORT = 16  # tokens of the second and the third chain, at least where there is room
 _BACK = 2  # tokens that must be alike for a step back
@@ -35,7 +30,7 @@ _LONGEST_MATCH = 8  # tokens that are compared to find the place again
 class Alignment:
     """Where in the old answer the new one has come to."""
 
-    old: Sequence[int]
+    old: Items[int]
     count: int = 0  # tokens of the new answer that are taken in
     place: int = 0  # of the first old token that is not matched
     changed: int = 0  # new tokens since then
@@ -47,7 +42,7 @@ class Alignment:
     def __post_init__(self) -> None:
         self.fresh = list(self.old)
 
-    def take(self, tokens: Sequence[int], predicted: Sequence[int] = ()) -> None:
+    def take(self, tokens: Items[int], predicted: Items[int] = ()) -> None:
         """Line up with what was committed: the place is in the chain with which it agrees longest.
 
         `predicted` is the target's token after each node of the last tree, the root first. It is
@@ -64,13 +59,13 @@ class Alignment:
             if self.place < place < len(self.fresh) - 1 and node < len(predicted):
                 self.fresh[place] = predicted[node]
 
-    def _alike(self, nodes: Sequence[int], new: Sequence[int]) -> int:
+    def _alike(self, nodes: Items[int], new: Items[int]) -> int:
         """How many of the new tokens are those of a chain."""
         pairs = enumerate(zip(nodes, new, strict=False))
         most = min(len(nodes), len(new))
         return next((i for i, (node, one) in pairs if self.drafted[node - 1] != one), most)
 
-    def guess(self, tokens: Sequence[int], width: int, depth: int) -> tuple[list[int], list[int]]:
+    def guess(self, tokens: Items[int], width: int, depth: int) -> tuple[list[int], list[int]]:
         """Tokens and parents of up to `width` guesses behind the root, which is node 0."""
         skipped = self.place + self.changed
         starts = [skipped]
@@ -85,7 +80,7 @@ class Alignment:
         self.chains = list(zip((start for start, _ in texts), nodes, strict=True))
         return self.drafted, parents
 
-    def _found(self, tokens: Sequence[int]) -> list[int]:
+    def _found(self, tokens: Items[int]) -> list[int]:
         """Behind the nearest place that ends in the longest part of what the answer ends in.
 
         A place before the last match counts only by several tokens: words come back, and a jump
@@ -109,44 +104,30 @@ class PreviousAnswer(DraftSource):
     """A source of chains from the session's last answer. Text, numbers and actions alike."""
 
     kind = kinds.PREVIOUS_ANSWER
-    needs = frozenset({MEMORY, PREDICTIONS})
-    capturable = False
 
-    def __init__(self, target: Target) -> None:
-        self._target = target
-        self._alignments: dict[Row, Alignment] = {}
+    def __init__(self, widest: int, width: Callable[[Sequence], int]) -> None:
+        """Up to `widest` nodes in the prefill, where much may stand, and `width` ones later."""
+        self._widest, self._width = widest, width
 
-    def allocate(self, batch: Batch) -> None:
-        """Nothing is kept of rows that have ended."""
-        self._alignments = {}
+    def begin(self, sequence: Sequence) -> None:
+        """Look up what the session answered last."""
+        sequence.notes[self.kind] = Alignment(sequence.memory.answer)
 
-    def begin(self, batch: Batch, prompts: Prompts, hidden: Tensor | None) -> None:
-        """Look up what the sessions answered last."""
-        self._alignments = {row: one for row, one in self._alignments.items() if not row.is_done}
-        for row in batch.rows:
-            if row is not None:
-                self._alignments[row] = Alignment(row.memory.answer)
-
-    def draft(self, batch: Batch, limits: DraftLimits) -> DraftTree:
-        """One tree of every row's chains, which share what starts alike."""
-        grown = [self._grow(row, limits.widest) for row in batch.rows]
-        return tree_of(self.kind, grown, limits.roots)
-
-    def _grow(self, row: Row | None, widest: int) -> tuple[list[int], list[int]]:
-        """Tokens and parents of a row's guesses."""
-        alignment = None if row is None else self._alignments.get(row)
-        if row is None or alignment is None or row.is_done:
-            return [], []
-        if row.method.is_guarded and row.records:  # much may stand in the prefill
-            widest = min(widest, self._target.text_width)
-        guessed = alignment.drafted
-        is_ours = row.drafted[1 : len(guessed) + 1] == guessed  # not another source's
-        alignment.take(row.tokens, row.predictions if is_ours else ())
-        return alignment.guess(row.tokens, widest - 1, row.limit - 1 - row.count)
+    def draft(self, sequence: Sequence, depth: int) -> Guesses:
+        """One tree of all chains, which share what starts alike."""
+        alignment: Alignment = sequence.notes[self.kind]
+        last, predicted = sequence.last, list[int]()
+        if last is not None:
+            first, drafted = last.tree.root + 1, alignment.drafted
+            if last.tree.tokens[first : first + len(drafted)] == drafted:  # not another source's
+                predicted = last.predictions[last.tree.root :]
+        alignment.take(sequence.tokens, predicted)
+        width = self._widest if last is None else self._width(sequence)
+        return Branches(*alignment.guess(sequence.tokens, width - 1, depth))
 
 
 def share_beginnings(
-    chains: Sequence[Sequence[int]], width: int, short: int
+    chains: Items[Items[int]], width: int, short: int
 ) -> tuple[list[int], list[int], list[list[int]]]:
     """Tokens and parents of chains below the root, node 0, and the nodes of each chain.
 
@@ -170,20 +151,3 @@ def share_beginnings(
             path.append(above)
         nodes.insert(0, path)
     return tokens, parents, nodes
-
-
-def tree_of(
-    kind: str, grown: Sequence[tuple[Sequence[int], Sequence[int]]], roots: Tensor
-) -> DraftTree:
-    """Tokens and parents of every row, from lists on the host."""
-    size = max(len(tokens) for tokens, _ in grown)
-    numbers = [
-        [[*one, *(0,) * (size - len(one))] for one in (*both, [1] * len(both[0]))] for both in grown
-    ]
-    whole = to_device(numbers, roots.device, torch.int64).view(len(grown), 3, size)
-    tokens, parents, is_real = whole.unbind(1)
-    is_chain = all(list(above) == list(range(len(above))) for _, above in grown)
-    unknown = torch.zeros_like(tokens, dtype=torch.float32)
-    sources = torch.full_like(tokens, kinds.source_number(kind))
-    tree = DraftTree(tokens, parents, is_real > 0, unknown, sources, is_chain=is_chain)
-    return tree.below(roots)

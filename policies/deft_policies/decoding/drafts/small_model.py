@@ -1,201 +1,170 @@
 """Standard speculative decoding (Leviathan et al. 2023): a cheaper model drafts."""
 
-from dataclasses import replace
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from deft_policies.decoding import kinds
-from deft_policies.decoding.batch import Batch, Pass
-from deft_policies.decoding.drafts import FRAME, LOGITS, MEMORY, DraftSource, drawing
-from deft_policies.decoding.drafts.session import NgramLookup
+from deft_policies.decoding.drafts import Guesses, ModelSource
+from deft_policies.decoding.drafts.growth import Level, drawing, grow, read_grown
+from deft_policies.decoding.drafts.session import look_up
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import MOST_GROWN, TreeShape
-from deft_policies.decoding.target import Prompts, Target
-from deft_policies.decoding.tree import DraftLimits, DraftTree, Level
-from deft_policies.model.llama import take_rows
+from deft_policies.decoding.sequence import Sequence
+from deft_policies.decoding.target import PassRow, Prompt, Target
+from deft_policies.decoding.tree import DraftTree
 from deft_policies.model.sizes import TokenRange
 
+_LONGEST_MATCH, _STEPS = 3, 16  # of n-grams of the session
 
-class SmallModelDrafts(DraftSource):
+
+@dataclass
+class _Read:
+    """What the model knows of one answer."""
+
+    prompt: Prompt | None  # until it is read
+    num_prompt: int
+    num_cached: int = 0  # tokens of the answer whose keys and values it has
+    guessed: list[int] = field(default_factory=list)  # asked along with an earlier pass
+    ahead: Tensor | None = None  # log-probabilities [step, token] behind each of those
+
+
+class SmallModelDrafts(ModelSource):
     """Chains or trees of a cheaper model, with a cache and perhaps a vocabulary of its own.
 
     An action token of the target is the model's token of the same bin. The model is asked for
-    larger and larger trees and keeps none of them: what it keeps is what the target has committed,
-    all but the root, one round later.
+    larger and larger trees and keeps none of them: what it keeps is what the target has committed.
 
     With `multi_level` (FLy's acceleration) the chain itself is drafted by speculation: n-grams of
     the session guess it, and where the model predicts the same, its next token needs no pass. The
-    chain stays the same. The host looks at each of its tokens.
+    chain stays the same.
     """
 
     kind = kinds.SMALL_MODEL
-    needs = frozenset({MEMORY, FRAME, LOGITS})
-    capturable = False
 
-    def __init__(self, model: Target, target: Target, method: Method) -> None:
-        self.model = model
-        self._target, self._method = target, method
+    def __init__(self, model: Target, target: Target) -> None:
+        self.model, self._target = model, target
         self._shift = model.action_tokens.first - target.action_tokens.first
-        is_alike = self._shift == 0 and model.num_tokens == target.num_tokens
-        whole = method.whole_vocabulary and is_alike
-        self._drafted: TokenRange = model.vocabulary if whole else model.action_tokens
-        self._lookup = NgramLookup()
         self._cache = model.new_cache()
-        # What has begun and is not yet read.
-        self._waiting: list[tuple[Batch, Prompts | None]] = []
-        # Asked along with an earlier pass: [row, step], and log-probabilities [row, step, token].
-        self._guessed, self._ahead = torch.zeros(0, 0), torch.zeros(0, 0, 0)
 
-    def allocate(self, batch: Batch) -> None:
-        """Nothing is left to be read."""
-        self._waiting = []
-        if batch.longest > 0:
-            self._cache.fix(batch.capacity, batch.longest + batch.positions + 2 * MOST_GROWN)
-            self.model.record(self._cache, MOST_GROWN)
+    def drafted(self, method: Method) -> TokenRange:
+        """The model's tokens that a method has drafted."""
+        is_alike = self._shift == 0 and self.model.num_tokens == self._target.num_tokens
+        every = TokenRange(0, self.model.num_tokens - 1)
+        return every if method.whole_vocabulary and is_alike else self.model.action_tokens
 
-    def begin(self, batch: Batch, prompts: Prompts, hidden: Tensor | None) -> None:
-        """Remember the prompts; they are read together with the first committed tokens."""
-        if prompts.for_draft is not None:
-            prompts = prompts.for_draft()
-        prompts = with_fewer_patches(prompts, self._method.patch_share)
-        kept = [
-            (part, others)
-            for part, others in self._waiting
-            if part is not batch and not all(row is None or row.is_done for row in part.rows)
-        ]
-        self._waiting = [*kept, (batch, replace(prompts, keep_hidden=False))]
+    def draft_all(self, sequences: Items[Sequence]) -> list[Guesses]:
+        """Draft behind the roots, one answer after the other."""
+        return [self._draft(one) for one in sequences]
 
-    def draft(self, batch: Batch, limits: DraftLimits) -> DraftTree:
-        """Draft behind the roots."""
-        assert batch.last is not None
-        shape = limits.shape.cut(limits.depth).with_most_open(limits.widest)
-        log_probs = self._read_committed(batch, batch.last, limits.roots, shape)
-        tree = DraftTree.root_only(limits.roots)
-        first = 0  # where the nodes that were open last begin
+    def _draft(self, sequence: Sequence) -> Guesses:
+        depth = sequence.num_missing
+        shape = sequence.shape.cut(depth).with_most_open(MOST_GROWN)
+        if depth <= 0:
+            return []
+        device, read = self.model.device, self._read_of(sequence)
+        tree = self._committed(sequence, read)
+        log_probs = self._ask(sequence, tree, [tree.root], shape)
+        read.prompt, read.num_cached = None, len(sequence.tokens) - 1
+        tree = DraftTree.of_committed(sequence.tokens[-1:])
+        opened = [tree.root]  # the nodes that were open last
 
         def extend(level: Level) -> Tensor:
-            nonlocal tree, first
-            tree, first = _with_level(tree, first + level.above, level.tokens), tree.num_nodes
-            found = self._lookahead(level, ~batch.is_open)
-            if found is not None:
-                return found
-            wanted = torch.arange(first, tree.num_nodes, device=level.tokens.device)
-            guessed = self._guess(batch, shape, tree.tokens)
-            return self._ask(tree, wanted.expand_as(level.tokens), guessed)
+            nonlocal opened
+            above = level.above[0].tolist()
+            parents, opened = opened, []
+            for token, parent in zip(level.tokens[0].tolist(), above, strict=True):
+                opened.append(tree.num_nodes)
+                tree.tokens.append(token)
+                tree.parents.append(parents[parent])
+                tree.is_chain = tree.is_chain and parents[parent] == tree.num_nodes - 2
+            found = self._looked_ahead(sequence, tree, opened)
+            return self._ask(sequence, tree, opened, shape) if found is None else found
 
-        token, vocabulary = self._drafted.first - self._shift, self._target.vocabulary
-        start = token - vocabulary.first
-        drafted = slice(start, start + len(self._drafted))
-        draw = drawing(self._method, batch, drafted, len(vocabulary))
-        return self.grow(batch, limits.roots, shape, log_probs, extend, token, draw)
+        first = self.drafted(sequence.method).first - self._shift
+        keys = torch.tensor([sequence.noise_key], device=device)
+        counts = torch.tensor([sequence.count], device=device)
+        draw = drawing(sequence.method, keys, counts, first, self._target.num_tokens)
+        shape = shape if draw is None else shape.as_template()
+        deepest = torch.tensor([depth], device=device)
+        grown = grow(shape, log_probs[:, 0], extend, deepest, first, draw)
+        return read_grown(grown, 1)[0]
 
-    def _read_committed(self, batch: Batch, last: Pass, roots: Tensor, shape: TreeShape) -> Tensor:
-        """Let the model read what the target has committed; its log-probabilities at the roots."""
-        num_rows, end = batch.num_rows, last.num + 1
-        chain = torch.cat((last.tree.tokens[:, :1], last.tokens), dim=1)
-        kept = end * batch.is_open
-        guessed = self._guess(batch, shape, roots[:, None])
-        waiting, self._waiting = self._waiting, []
-        new = {slot for part, _ in waiting for slot in range(part.slots.start, part.slots.stop)}
-        if any(row is not None and slot not in new for slot, row in enumerate(batch.rows)):
-            waiting = [(batch, None), *waiting]
-        if [part.slots for part, _ in waiting] != [slice(0, num_rows)]:
-            guessed = guessed[:, :0]  # a guess is asked of all rows in one pass, or of none
-        found = chain.new_zeros(num_rows, len(self._drafted), dtype=torch.float32)
-        for part, prompts in waiting:
-            # Rows of the part that have ended meanwhile may lie behind the batch.
-            columns = (chain, end, kept, guessed)
-            tokens, ends, keeps, guesses = (_of_rows(one, part.slots) for one in columns)
-            tree = DraftTree.chain(tokens)
-            read = self._ask(tree, ends[:, None], guesses, part.first, prompts)
-            self._cache.keep(tree.depths(), keeps, in_place=True, first=part.first)
-            found[part.slots] = read[: max(num_rows - part.first, 0), 0]
-        return found
+    def _read_of(self, sequence: Sequence) -> _Read:
+        """What the model knows of an answer; it sees the frame when it first drafts."""
+        if self.kind not in sequence.notes:
+            prompt = sequence.prompt
+            assert prompt is not None
+            if prompt.draft_model is not None:
+                prompt = prompt.draft_model()
+            prompt = with_fewer_patches(prompt, sequence.method.patch_share)
+            sequence.notes[self.kind] = _Read(prompt, prompt.length)
+        read: _Read = sequence.notes[self.kind]
+        return read
+
+    def _committed(self, sequence: Sequence, read: _Read) -> DraftTree:
+        """A chain of what the model has not read of the answer; with the prompt's end before it."""
+        pending = sequence.tokens[read.num_cached :]
+        if read.prompt is not None:
+            pending = [read.prompt.last_token, *pending]
+        return DraftTree.of_committed(pending)
 
     def _ask(
-        self,
-        tree: DraftTree,
-        wanted: Tensor,
-        guessed: Tensor,
-        first_row: int = 0,
-        prompts: Prompts | None = None,
+        self, sequence: Sequence, tree: DraftTree, wanted: list[int], shape: TreeShape
     ) -> Tensor:
-        """Log-probabilities after the wanted nodes [row, node] of a tree; one pass.
+        """Log-probabilities [1, node, token] after the wanted nodes of a tree; one pass.
 
-        What is `guessed` to come behind the only wanted node is asked with it and remembered.
+        What is guessed to come behind the only wanted node is asked with it and remembered.
         """
-        num_nodes, parents = tree.num_nodes, wanted
-        for step in range(guessed.shape[1]):
-            tree = _with_level(tree, parents, guessed[:, step, None])
-            parents = torch.full_like(parents, num_nodes + step)
-        tokens = (tree.tokens + self._shift).clamp(0, self.model.num_tokens - 1)
-        tree = replace(tree, tokens=tokens)
-        if prompts is None:
-            scores = self.model.score(self._cache, tree)
-        else:
-            longest = prompts.embeds.shape[1] + tree.num_nodes + MOST_GROWN
-            self._cache.reserve(first_row + len(wanted), longest)
-            scores = self.model.prefill(self._cache, first_row, prompts, tree)[0]
-        columns = self._drafted.within(self.model.vocabulary)
-        odds = scores.logits[:, :, columns].log_softmax(dim=2)
-        self._guessed, self._ahead = guessed, odds[:, num_nodes:]
-        return take_rows(odds, wanted)
+        read: _Read = sequence.notes[self.kind]
+        guessed = self._guess(sequence, tree, shape)
+        asked = replace(tree, tokens=[*tree.tokens], parents=[*tree.parents])
+        above = wanted[-1]
+        for token in guessed:
+            asked.is_chain = asked.is_chain and above == asked.num_nodes - 1
+            asked.tokens.append(token)
+            asked.parents.append(above)
+            above = asked.num_nodes - 1
+        last = self.model.num_tokens - 1
+        asked.tokens = [min(max(token + self._shift, 0), last) for token in asked.tokens]
+        start = read.num_prompt + read.num_cached - (read.prompt is not None)
+        row = PassRow(sequence.slot, start, asked, sequence.number, prompt=read.prompt)
+        scores = self.model.forward(self._cache, [row])
+        columns = self.drafted(sequence.method).columns
+        odds = scores.logits[:, columns].log_softmax(dim=1)
+        read.guessed, read.ahead = guessed, odds[tree.num_nodes :]
+        return odds[wanted][None]
 
-    def _lookahead(self, level: Level, is_done: Tensor) -> Tensor | None:
-        """What was asked along with an earlier pass, if every row goes on as guessed."""
-        guessed, ahead = self._guessed, self._ahead
-        if guessed.shape[1] == 0:
+    def _looked_ahead(
+        self, sequence: Sequence, tree: DraftTree, opened: list[int]
+    ) -> Tensor | None:
+        """What was asked along with an earlier pass, if the chain goes on as guessed."""
+        read: _Read = sequence.notes[self.kind]
+        if not read.guessed or read.ahead is None or tree.tokens[opened[0]] != read.guessed[0]:
             return None
-        if not bool(((guessed[:, 0] == level.tokens[:, 0]) | is_done).all()):
-            return None
-        self._guessed, self._ahead = guessed[:, 1:], ahead[:, 1:]
-        return ahead[:, :1]
+        found = read.ahead[:1]
+        read.guessed, read.ahead = read.guessed[1:], read.ahead[1:]
+        return found[None]
 
-    def _guess(self, batch: Batch, shape: TreeShape, chain: Tensor) -> Tensor:
-        """How n-grams continue a chain [row, node] from the roots: what is still asked of it."""
-        if not self._method.multi_level or shape.top_k > 1:
-            return chain[:, :0]
-        drafted = chain[:, 1:]
-        end = batch.places
-        steps = torch.arange(shape.levels - 1, device=chain.device)
-        places = (batch.count[:, None] + steps).clamp(max=end)
-        behind = drafted.shape[1]
-        tokens = batch.tokens[:, : end + 1].scatter(1, places[:, :behind], drafted)
-        known = (batch.count + behind).clamp(max=end - 1)
-        guessed, is_known = self._lookup.look_up(batch, tokens, known)
-        every = torch.where(is_known, guessed, -1)[:, 0]
-        return every.gather(1, places[:, behind:].clamp(max=end - 1))
+    def _guess(self, sequence: Sequence, tree: DraftTree, shape: TreeShape) -> list[int]:
+        """How n-grams continue the chain so far: what is still asked of it."""
+        if not sequence.method.multi_level or shape.top_k > 1:
+            return []
+        drafted = tree.tokens[tree.root + 1 :]
+        tokens = [*sequence.tokens, *drafted]
+        found = look_up(sequence.past[-_STEPS:], tokens, _LONGEST_MATCH) or []
+        return found[: max(shape.levels - 1 - len(drafted), 0)]
 
 
-def _of_rows(values: Tensor, here: slice) -> Tensor:
-    """Those rows of [row, ...], blank ones where there are none."""
-    missing = here.stop - len(values)
-    if missing > 0:
-        values = functional.pad(values, (*(0, 0) * (values.dim() - 1), 0, missing))
-    return values[here]
-
-
-def _with_level(tree: DraftTree, parents: Tensor, tokens: Tensor) -> DraftTree:
-    """The tree with nodes [row, node] that hang on these."""
-    longer = DraftTree.chain(torch.cat((tree.tokens, tokens), dim=1))
-    every = torch.cat((tree.parents, parents), dim=1)
-    return replace(longer, parents=every, is_chain=False)
-
-
-def with_fewer_patches(prompts: Prompts, share: float) -> Prompts:
+def with_fewer_patches(prompt: Prompt, share: float) -> Prompt:
     """Keep an evenly spread share of the image patches, at least one; positions close up."""
-    first, stop = prompts.patches.start, prompts.patches.stop
+    first, stop = prompt.patches.start, prompt.patches.stop
     num_kept = max(1, round((stop - first) * share))
     if num_kept == stop - first:
-        return prompts
-    every = torch.arange(prompts.embeds.shape[1], device=prompts.embeds.device)
+        return prompt
+    every = torch.arange(prompt.length, device=prompt.embeds.device)
     spread = torch.linspace(first, stop - 1, num_kept, device=every.device).round().long()
     kept = torch.cat((every[:first], spread, every[stop:]))
-    return replace(
-        prompts,
-        embeds=prompts.embeds[:, kept],
-        lengths=prompts.lengths - (stop - first) + num_kept,
-        patches=slice(first, first + num_kept),
-    )
+    return replace(prompt, embeds=prompt.embeds[kept], patches=slice(first, first + num_kept))

@@ -16,14 +16,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from deft_client.types import DecodeTrace, Observation, PassTrace
-from deft_policies.decoding.batch import AnswerSpec
 from deft_policies.decoding.clock import Stage, StageClock
+from deft_policies.decoding.sequence import AnswerSpec
 from deft_policies.errors import NotFiniteError, RequestError
 from deft_policies.families.action_tokens import RANGE_EPS, ActionCodec, unnormalise
 from deft_policies.families.model import Encode, OnePassModel, Values
 from deft_policies.families.oft.modules import RegressionHead, StateProjector
-from deft_policies.model.graphs import BUCKET, Reserve, StepRunner, Tensors
+from deft_policies.model.graphs import LENGTH_STEP, Reserve, StepRunner, Tensors
 from deft_policies.model.image import ImageProcessor
+from deft_policies.model.llama import Attention, added_mask
 from deft_policies.model.passes import LlamaPasses
 from deft_policies.model.staging import to_device
 from deft_policies.model.statistics import ActionStatistics
@@ -103,7 +104,7 @@ class Oft(OnePassModel):
         self.num_before = pictures + (parts.state is not None)
         self.num_others = self.num_before + parts.num_values + 1
         most = network.decoder.sizes.max_positions
-        self.longest_prompt = most - self.num_others - BUCKET
+        self.longest_prompt = most - self.num_others - LENGTH_STEP
         # A head's values have no bounds; and poses, unlike motions, never stand still.
         self.may_exceed = parts.head is not None
         self.num_steps = parts.num_steps
@@ -149,13 +150,13 @@ class Oft(OnePassModel):
         fitted = [self.images.fit(one) for seen in observations for one in self.pictures(seen)]
         states = self._read_states(observations, keys)
         texts = [self.encode(one.instruction) for one in observations]
-        clock.lap(Stage.PREPARE)
+        clock.record(Stage.PREPARE)
         pixels = self.pixels(fitted)
         prompts = self.lay_out(texts)
         patches = self.see(pixels.view(len(observations), -1, *pixels.shape[1:]), prompts)
-        clock.lap(Stage.VISION)
+        clock.record(Stage.VISION)
         found = self.compute(patches, prompts, states)
-        clock.lap(Stage.PREFILL)
+        clock.record(Stage.PREFILL)
         values, *margins = (one.cpu().numpy() for one in found)
         # Where logits are not finite, neither is the gap between the best two.
         if not all(np.isfinite(one).all() for one in (values, *margins)):
@@ -190,10 +191,11 @@ class Oft(OnePassModel):
         behind = [_FILLER_ID] * self.parts.num_values + [STOP_ID]
         texts = [[*ids, *behind] for ids in prompts]
         longest = max(len(text) for text in texts)
-        reserve, rows = self.runner.reserve, len(prompts)
-        is_held = reserve is not None and reserve.holds(rows, self.num_before + longest)
-        if reserve is not None and is_held:
-            longest = reserve.padded(self.num_before + longest) - self.num_before
+        reserve, is_held = self.runner.reserve, False
+        if reserve is not None and len(prompts) <= reserve.rows:
+            padded_to = reserve.padded(self.num_before + longest)
+            is_held = padded_to is not None
+            longest = longest if padded_to is None else padded_to - self.num_before
         shortest = min(len(text) for text in texts)
         padded = [text + [_FILLER_ID] * (longest - len(text)) for text in texts]
         return ChunkPrompts(
@@ -275,7 +277,12 @@ class Oft(OnePassModel):
             mask = is_used[:, None, None, :]
         last_of_prompt = self.num_before + lengths - 1
         read = last_of_prompt[:, None] + every[:num_values]
-        hidden = self._passes.run(embeds, every.expand(rows, -1), mask=mask, rows_out=read)
+        sizes = self.network.decoder.sizes
+        mask = None if mask is None else added_mask(mask, embeds.dtype)
+        cos, sin = self.network.decoder.rotary(every.expand(rows, -1), embeds)
+        attention = Attention(sizes, cos, sin, mask)
+        flat = self._passes.run(embeds.flatten(0, 1), attention, attention.of_rows_out(read))
+        hidden = flat.view(rows, num_values, -1)
         if self.parts.head is not None:
             return (self.parts.head(hidden).float(),)
         logits = self.network.decoder.head(hidden).float()

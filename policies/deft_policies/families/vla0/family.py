@@ -46,7 +46,7 @@ class Vla0Family(Family):
 
     name = Vla0.family
     config: Vla0Config
-    refuses = ("--prompt", "--chunk", "--pictures", "--image-chain", "--action-rows-only")
+    refuses = ("--prompt", "--chunk", "--pictures", "--image-chain")
     refusal = "a run of vla0 says all of this itself; leave it out"
 
     def __init__(self, source: CheckpointSource | None, options: ModelOptions) -> None:

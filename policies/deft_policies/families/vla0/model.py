@@ -7,20 +7,24 @@ known to the decoder by their places among twelve; outside they have the tokeniz
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from deft_client.peers.conventions import Gripper
 from deft_client.types import Observation
 from deft_policies.decoding.acceptance.numbers import END, SPACE
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
-from deft_policies.decoding.batch import AnswerSpec
 from deft_policies.decoding.clock import Stage, StageClock
-from deft_policies.decoding.target import Prompts, Target
+from deft_policies.decoding.sequence import AnswerSpec
+from deft_policies.decoding.sequence import Sequence as Answer
+from deft_policies.decoding.target import Prompt, Target
+from deft_policies.decoding.tree import DraftTree
 from deft_policies.errors import CheckpointError, NoActionError
 from deft_policies.families.action_tokens import POSE
 from deft_policies.families.model import Model, TokenModel, Values
@@ -34,6 +38,32 @@ from deft_policies.model.sizes import TokenRange
 from deft_policies.model.staging import to_device
 
 WIDEST = 128  # nodes of a draft tree
+
+
+@dataclass(frozen=True)
+class RepetitionPenalty:
+    """Logits are smaller where a token came before: in the prompt, the answer or on the path."""
+
+    penalty: float
+    seen: frozenset[int]  # tokens that the prompt holds
+
+    def adjust(self, logits: Tensor, answer: Answer, tree: DraftTree) -> Tensor:
+        """Divide what is above 0 and multiply what is below, once for each token that came."""
+        before = [self.seen | {*answer.tokens[: answer.num_cached], tree.tokens[0]}]
+        if not answer.records:  # the last token of the prompt is none of the decoder's
+            before = [self.seen]
+        for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
+            before.append(before[parent] | {token})
+        flags = [[token in some for token in range(logits.shape[1])] for some in before]
+        came = to_device(flags, logits.device, torch.bool)
+        smaller = torch.where(logits > 0, logits / self.penalty, logits * self.penalty)
+        return torch.where(came, smaller, logits)
+
+    def forced(self, tokens: Sequence[int]) -> Sequence[int]:
+        """None are."""
+        return ()
+
+
 _NUMBERS = re.compile(r"[0-9]+( [0-9]+)*")
 
 
@@ -62,11 +92,12 @@ class Vla0(TokenModel):
         positions = mrope_positions(ids, pad, run.grid)
         network.decoder.rotary = MRopeTable(config.llm, positions, config.mrope_section)
         self.target = Target(network.decoder, TokenRange(0, END), runner=runner)
-        self.target.repetition_penalty = run.repetition_penalty
         super().__init__(network, encode, None, config.statistics, runner)
         self.num_steps = run.num_steps
         self.num_pictures = run.num_cameras
         self.longest_prompt = config.llm.max_positions - max_tokens - WIDEST - 1
+        if runner.reserve is not None:
+            self.longest_prompt = min(self.longest_prompt, runner.reserve.lengths[-1])
         self.details = {
             "cameras": f"image and {run.num_cameras - 1} whose names contain 'wrist'",
             "pictures": "tiled" if run.is_tiled else "one of each camera",
@@ -100,7 +131,7 @@ class Vla0(TokenModel):
         """The numbers; they have no parts."""
         return "".join(self._characters[one] for one in tokens), ()
 
-    def see(self, observations: Sequence[Observation], clock: StageClock) -> Prompts:
+    def see(self, observations: Sequence[Observation], clock: StageClock) -> list[Prompt]:
         """Pictures and prompts, embedded. Shorter prompts are padded on the right."""
         patches = torch.stack(
             [
@@ -110,7 +141,7 @@ class Vla0(TokenModel):
             ]
         )
         texts = [self.encode(one.instruction) for one in observations]
-        clock.lap(Stage.PREPARE)
+        clock.record(Stage.PREPARE)
         weight = self.network.embed_tokens.weight
         tokens = self.network.vision(patches.to(weight.device, weight.dtype), self.run.grid)
         tokens = tokens.reshape(len(texts), -1, tokens.shape[2])
@@ -118,18 +149,27 @@ class Vla0(TokenModel):
         padded = [[*ids, *[ids[-1]] * (longest - len(ids))] for ids in texts]
         embeds = self.network.embed_tokens(to_device(padded, self.device))
         embeds[:, self._slots] = tokens
-        clock.lap(Stage.VISION)
-        seen = [[one in ids for one in self.network.config.answer_ids] for ids in map(set, texts)]
-        is_penalised = self.target.repetition_penalty != 1.0
-        return Prompts(
-            embeds=embeds,
-            lengths=to_device([len(ids) for ids in texts], self.device),
-            # The decoder knows no word that a prompt ends in; every prompt holds a space.
-            last_tokens=to_device([SPACE] * len(texts), self.device),
-            patches=slice(self._slots[0], self._slots[-1] + 1),
-            features=tokens.mean(dim=1),
-            seen=to_device(seen, self.device, torch.bool) if is_penalised else None,
-        )
+        clock.record(Stage.VISION)
+        here = slice(self._slots[0], self._slots[-1] + 1)
+        return [
+            Prompt(
+                embeds[row, : len(ids)],
+                # The decoder knows no word that a prompt ends in; every prompt holds a space.
+                SPACE,
+                here,
+                grammar=self._penalty_of(ids),
+            )
+            for row, ids in enumerate(texts)
+        ]
+
+    def _penalty_of(self, ids: Sequence[int]) -> RepetitionPenalty | None:
+        """What a prompt's own numbers do to an answer; None where nothing is penalised."""
+        if self.run.repetition_penalty == 1.0:
+            return None
+        answer_ids = self.network.config.answer_ids
+        known = set(ids)
+        seen = frozenset(token for token, one in enumerate(answer_ids) if one in known)
+        return RepetitionPenalty(self.run.repetition_penalty, seen)
 
     def capture(self) -> None:
         """Nothing is captured of what looks at pictures."""

@@ -5,9 +5,9 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-import torch
 
 from deft_client.types import ActOptions
+from deft_policies.decoding.accept import accept, judge
 from deft_policies.decoding.acceptance.numbers import (
     END,
     SPACE,
@@ -15,15 +15,14 @@ from deft_policies.decoding.acceptance.numbers import (
     WrittenNumbers,
     drift_of_steps,
 )
-from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup, ScoredTree
-from deft_policies.decoding.batch import AnswerSpec, Row
-from deft_policies.decoding.judge import judge
+from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
 from deft_policies.decoding.methods import find_method
-from deft_policies.decoding.target import Scores
-from deft_policies.decoding.tree import DraftTree
+from deft_policies.decoding.sequence import AnswerSpec, Found
+from deft_policies.decoding.sequence import Sequence as Answer
+from deft_policies.decoding.tree import Branches, merge
 from deft_policies.memory import SessionMemory
 from deft_policies.model.sizes import TokenRange
-from tests.policies.decoding.trees import random_scored
+from tests.tiny_target import path_to
 
 LARGEST = 1000
 GROUPS = (DimensionGroup.MOVE, DimensionGroup.TURN, DimensionGroup.GRIP)
@@ -41,29 +40,18 @@ def text_of(tokens: list[int]) -> str:
     return "".join("0123456789 ."[one] for one in tokens)
 
 
-def scored_tree(
-    tokens: list[int], parents: list[int], predictions: list[int], written: WrittenNumbers
-) -> ScoredTree:
-    num_nodes = len(tokens)
-    count = torch.tensor([len(written.tokens)])
-    tree = DraftTree(
-        tokens=torch.tensor([tokens]),
-        parents=torch.tensor([parents]),
-        is_real=torch.ones(1, num_nodes, dtype=torch.bool),
-        log_probs=torch.zeros(1, num_nodes),
-        sources=torch.zeros(1, num_nodes, dtype=torch.int64),
-    )
-    return replace(
-        random_scored(0, num_rows=1),
-        tree=tree,
-        scores=Scores(torch.zeros(1, num_nodes, 12), torch.zeros(1, num_nodes, 1), count),
-        predictions=torch.tensor([predictions]),
-        num_committed=count,
-        vocabulary=TokenRange(0, END),
-        action_tokens=TokenRange(0, END),
-        limit=count + num_nodes,
-        written=[written],
-    )
+def answer_of(written: WrittenNumbers, rule: WithinNumbers = RULE) -> Answer:
+    """An answer of numbers that has come so far."""
+    method = replace(find_method("numbers"), rule=rule)
+    spec = AnswerSpec(400, END, SPACE_OF_ROW)
+    answer = Answer(method, spec, SessionMemory(drift=written.drift))
+    answer.limit, answer.action_tokens = 400, TokenRange(0, END)
+    answer.tokens, answer.target_tokens = list(written.tokens), list(written.target_tokens)
+    return answer
+
+
+def found_in(answer: Answer, predictions: list[int]) -> Found:
+    return Found(answer.number, predictions, predictions, is_finite=True)
 
 
 class Writer:
@@ -153,30 +141,30 @@ def play(seed: int) -> tuple[str, Writer, tuple[float, ...], int]:
     tokens: list[int] = []
     own: list[int] = []
     drift = (rng.choice([0.0, 3.0, -7.0]), rng.choice([0.0, 5.0, -9.0]), 0.0)
-    method, num_relaxed = find_method("numbers"), 0
-    method = replace(method, rule=RULE)
+    num_relaxed = 0
     while tokens[-1:] != [END]:
         text = text_of(tokens)
-        nodes, parents = [SPACE], [-1]
+        nodes, parents = list[int](), list[int]()
         for _ in range(2):
             above = 0
             for token in drafted(writer, text, rng):
                 nodes.append(token)
                 parents.append(above)
-                above = len(nodes) - 1
-        paths: list[list[int]] = [[]]
-        for node in range(1, len(nodes)):
-            paths.append([*paths[parents[node]], nodes[node]])
+                above = len(nodes)
+        tree = merge([SPACE], [("test", Branches(nodes, parents))], 99)
+        paths = [
+            [tree.tokens[one] for one in path_to(tree, node)[1:]] for node in range(len(nodes) + 1)
+        ]
         predictions = [writer.next(text + text_of(path)) for path in paths]
-        written = WrittenNumbers(tokens, own, SPACE_OF_ROW, drift)
-        scored = scored_tree(nodes, parents, predictions, written)
-        expected = [allows(path, written, writer) for path in paths]
-        assert RULE.accepts(scored).tolist() == [expected]
-        scored = replace(scored, stop=torch.tensor([END]))
-        accepted = judge(method, scored, torch.zeros(1), len(nodes))
-        path = accepted.path[0, 1 : int(accepted.num[0]) + 1].tolist()
-        tokens = [*tokens, *(nodes[node] for node in path), int(accepted.bonus[0])]
-        own = [*own, *accepted.target_tokens[0, : len(path) + 1].tolist()]
+        answer = answer_of(WrittenNumbers(tokens, own, SPACE_OF_ROW, drift))
+        found = found_in(answer, predictions)
+        expected = [
+            allows(path, WrittenNumbers(tokens, own, SPACE_OF_ROW, drift), writer) for path in paths
+        ]
+        assert RULE.accepts(judge(answer, tree, found)) == expected
+        path, bonus = accept(answer, tree, found)
+        tokens = [*tokens, *(tree.tokens[node] for node in path[1:]), bonus]
+        own = [*own, *(predictions[node] for node in path)]
         num_relaxed += sum(one != other for one, other in zip(tokens, own, strict=True))
     assert len(tokens) == len(own)
     last = WrittenNumbers(tokens, own, SPACE_OF_ROW, drift)
@@ -215,13 +203,12 @@ def test_no_number_is_further_from_the_targets_than_its_limit() -> None:
 def test_every_number_counts_that_begins_with_the_targets_digits(
     drafted_number: str, wanted: str, stands: bool
 ) -> None:
-    tokens = [SPACE, *tokens_of(drafted_number)]
-    own = tokens_of(wanted)
-    predictions = [*own[: len(drafted_number)], *[SPACE] * len(tokens)][: len(tokens)]
+    tree = merge([SPACE], [("test", [tokens_of(drafted_number)])], 99)
+    predictions = [*tokens_of(wanted)[: len(drafted_number)], *[SPACE] * tree.num_nodes]
     predictions[len(drafted_number) :] = [SPACE]
-    written = WrittenNumbers([], [], SPACE_OF_ROW, (0.0, 0.0, 0.0))
-    scored = scored_tree(tokens, list(range(-1, len(tokens) - 1)), predictions, written)
-    assert RULE.accepts(scored).tolist()[0][-1] is stands
+    predictions = [*predictions, *[SPACE] * tree.num_nodes][: tree.num_nodes]
+    answer = answer_of(WrittenNumbers([], [], SPACE_OF_ROW, (0.0, 0.0, 0.0)))
+    assert RULE.accepts(judge(answer, tree, found_in(answer, predictions)))[-1] is stands
 
 
 def test_the_drift_counts_steps_that_were_executed() -> None:
@@ -229,10 +216,10 @@ def test_the_drift_counts_steps_that_were_executed() -> None:
     written, own = tokens_of("512 300 0 612 300 0"), tokens_of("510 300 0 615 300 0")
     memory = SessionMemory(answer=tuple(written), target_answer=tuple(own), drift=(1.0, 0.0, 0.0))
     method = find_method("numbers")
-    assert Row(method, row, memory).drift == (3.0, 0.0, 0.0)  # one step, where nobody says
-    assert Row(method, row, memory, executed_steps=0).drift == (1.0, 0.0, 0.0)
-    assert Row(method, row, memory, executed_steps=2).drift == (0.0, 0.0, 0.0)
-    assert Row(method, row, replace(memory, executed_steps=2)).num_executed == 2
+    assert Answer(method, row, memory).drift == (3.0, 0.0, 0.0)  # one step, where nobody says
+    assert Answer(method, row, memory, executed_steps=0).drift == (1.0, 0.0, 0.0)
+    assert Answer(method, row, memory, executed_steps=2).drift == (0.0, 0.0, 0.0)
+    assert Answer(method, row, replace(memory, executed_steps=2)).num_executed == 2
     assert ActOptions().executed_steps is None
 
 
@@ -240,7 +227,7 @@ def test_an_answer_that_nothing_relaxes_keeps_the_drift_of_the_one_before() -> N
     """Plain plans never ask for the drift while the answer is written."""
     written, own = tokens_of("512 300 0 612 300 0"), tokens_of("510 300 0 615 300 0")
     memory = SessionMemory(answer=tuple(written), target_answer=tuple(own))
-    row = Row(find_method("numbers"), AnswerSpec(64, END, SPACE_OF_ROW), memory)
+    row = Answer(find_method("numbers"), AnswerSpec(64, END, SPACE_OF_ROW), memory)
     row.tokens = row.target_tokens = tokens_of("7 300 0")
-    row.finish([])
+    row.finish()
     assert row.memory.drift == (2.0, 0.0, 0.0)

@@ -27,43 +27,43 @@ from deft_policies.decoding.acceptance.rule import (
     AcceptanceRule,
     DimensionGroup,
     ExactMatch,
-    ScoredTree,
+    ScoredNodes,
 )
 from deft_policies.decoding.methods import find_method
-from deft_policies.decoding.target import Scores
-from deft_policies.decoding.tree import DraftTree
+from deft_policies.decoding.sequence import AnswerSpec
+from deft_policies.decoding.tree import merge
 from deft_policies.errors import RequestError
-from tests.policies.decoding.trees import SPACE, Step, is_real_path, random_scored, steps_to
+from tests.policies.decoding.trees import ACTIONS, SPACE, Case, Step, random_case, steps_to
 from tests.tiny_target import LENGTH
 
-# (scored, row, path) -> may the whole path be committed?
-Judge = Callable[[ScoredTree, int, list[Step]], bool]
+# (case, path) -> may the whole path be committed?
+Judge = Callable[[Case, list[Step]], bool]
 
 
-def every(test: Callable[[ScoredTree, int, Step], bool]) -> Judge:
-    return lambda scored, row, path: all(test(scored, row, step) for step in path)
+def every(test: Callable[[Case, Step], bool]) -> Judge:
+    return lambda case, path: all(test(case, step) for step in path)
 
 
-def action_odds(scored: ScoredTree, row: int, node: int) -> list[float]:
+def action_odds(case: Case, node: int) -> list[float]:
     """Softmax over action tokens at a node, by hand."""
-    logits = scored.scores.logits[row, node, 20:60].tolist()
+    logits = case.logits[node, 20:60].tolist()
     top = max(logits)
     weights = [math.exp(one - top) for one in logits]
     return [one / sum(weights) for one in weights]
 
 
-def entropy(scored: ScoredTree, row: int, step: Step) -> float:
-    odds = action_odds(scored, row, step.parent)
+def entropy(case: Case, step: Step) -> float:
+    odds = action_odds(case, step.parent)
     return -sum(p * math.log(p) for p in odds if p > 0) / math.log(40)
 
 
-def whole_entropy(scored: ScoredTree, row: int, step: Step) -> float:
+def whole_entropy(case: Case, step: Step) -> float:
     """Over every token that is scored, as a share of what a vocabulary of 60 allows (FLy)."""
-    odds = scored.scores.logits[row, step.parent].double().softmax(dim=0).tolist()
+    odds = case.logits[step.parent].double().softmax(dim=0).tolist()
     return -sum(p * math.log(p) for p in odds if p > 0) / math.log(60)
 
 
-def within_limits(scored: ScoredTree, row: int, step: Step) -> bool:
+def within_limits(case: Case, step: Step) -> bool:
     if step.is_equal:
         return True
     if not step.is_action:
@@ -78,9 +78,9 @@ def within_limits(scored: ScoredTree, row: int, step: Step) -> bool:
     return abs(step.deviation) <= 3 and abs(step.deviation) * unit <= limit + 1e-6
 
 
-def within_budget(scored: ScoredTree, row: int, path: list[Step]) -> bool:
+def within_budget(case: Case, path: list[Step]) -> bool:
     spent = dict.fromkeys(DimensionGroup, 0)
-    for position, deviation in enumerate(scored.spent[row].tolist()):
+    for position, deviation in enumerate(case.answer.spent(case.num_committed)):
         spent[SPACE.groups[position]] += abs(deviation)
     for step in path:
         if step.is_equal:
@@ -93,7 +93,7 @@ def within_budget(scored: ScoredTree, row: int, path: list[Step]) -> bool:
     return True
 
 
-def within_drift(scored: ScoredTree, row: int, step: Step) -> bool:
+def within_drift(case: Case, step: Step) -> bool:
     if step.is_equal:
         return True
     if not step.is_action or abs(step.deviation) > 7:
@@ -103,58 +103,57 @@ def within_drift(scored: ScoredTree, row: int, step: Step) -> bool:
     unit = SPACE.unit_per_bin[step.position]
     budget = 0.8 if SPACE.groups[step.position] is DimensionGroup.TURN else 2.0
     in_bins = 6.0 if unit == 0 else budget / unit
-    before = float(scored.context.drift[row, step.position])
+    before = case.answer.drift[step.position]
     return abs(0.5 * before + step.deviation) <= in_bins + 1e-4
 
 
-def scheduled(scored: ScoredTree, row: int, step: Step) -> bool:
-    elapsed = float(scored.context.num_steps[row])
+def scheduled(case: Case, step: Step) -> bool:
+    elapsed = case.answer.memory.num_steps
     radius = 2 + 6 * math.exp(-((elapsed / 50.0) ** 0.8))
     return step.is_equal or (step.is_action and abs(step.deviation) <= radius)
 
 
-def top_k(scored: ScoredTree, row: int, step: Step) -> bool:
+def top_k(case: Case, step: Step) -> bool:
     if step.is_equal or not step.is_action:
         return step.is_equal
-    odds = action_odds(scored, row, step.parent)
+    odds = action_odds(case, step.parent)
     return sum(p > odds[step.drafted - 20] for p in odds) < 3
 
 
-def near_top(scored: ScoredTree, row: int, step: Step) -> bool:
+def near_top(case: Case, step: Step) -> bool:
     if step.is_equal or not step.is_action:
         return step.is_equal
-    odds = action_odds(scored, row, step.parent)
+    odds = action_odds(case, step.parent)
     mine = odds[step.drafted - 20]
     return sum(p > mine for p in odds) < 5 and mine >= max(odds) - 0.3
 
 
-def entropy_radius(scored: ScoredTree, row: int, step: Step) -> bool:
-    radius = 1 + 7 * min(1.0, entropy(scored, row, step) / 0.4)
+def entropy_radius(case: Case, step: Step) -> bool:
+    radius = 1 + 7 * min(1.0, entropy(case, step) / 0.4)
     return step.is_equal or (step.is_action and abs(step.deviation) <= radius + 1e-6)
 
 
-def is_word(scored: ScoredTree, row: int, step: Step) -> bool:
+def is_word(case: Case, step: Step) -> bool:
     """Two different words of a text, as `in_text` makes it."""
     words = {17, 19, *range(17)}  # 18 ends a text, and 20 is the first action token
-    return row != 1 and step.drafted in words and step.expected in words
+    return not case.answer.spec.is_action and step.drafted in words and step.expected in words
 
 
 def deferred(
-    scored: ScoredTree,
-    row: int,
+    case: Case,
     path: list[Step],
     most: int = 2,
     theta: float = 0.3,
     clip: bool = True,
     words: bool = False,
 ) -> bool:
-    left = LENGTH - 1 - int(scored.num_committed[row])
+    left = LENGTH - 1 - case.num_committed
     for index, step in enumerate(path):
         if step.is_equal:
             continue
-        if not step.is_action and not (words and is_word(scored, row, step)):
+        if not step.is_action and not (words and is_word(case, step)):
             return False
-        if whole_entropy(scored, row, step) < theta:
+        if whole_entropy(case, step) < theta:
             return False
         window = min(most, left - step.depth) if clip else most
         following = path[index + 1 : index + 1 + max(window, 0)]
@@ -163,27 +162,26 @@ def deferred(
     return True
 
 
-def relevance(scored: ScoredTree, row: int, node: int) -> float:
-    hidden = scored.scores.hidden[row, node]
-    assert scored.context.patches is not None
+def relevance(case: Case, node: int) -> float:
+    hidden = case.hidden[node]
+    assert case.answer.patches is not None
     cosines = [
         float(torch.dot(hidden, patch) / (hidden.norm() * patch.norm()))
-        for patch in scored.context.patches[row]
+        for patch in case.answer.patches
     ]
     return sum(sorted(cosines)[-2:]) / 2
 
 
-def gate_alone(scored: ScoredTree, row: int, path: list[Step]) -> bool:
-    return deferred(scored, row, path, most=0)
+def gate_alone(case: Case, path: list[Step]) -> bool:
+    return deferred(case, path, most=0)
 
 
-def window_alone(scored: ScoredTree, row: int, path: list[Step]) -> bool:
-    return deferred(scored, row, path, theta=-1.0)
+def window_alone(case: Case, path: list[Step]) -> bool:
+    return deferred(case, path, theta=-1.0)
 
 
 def visual(
-    scored: ScoredTree,
-    row: int,
+    case: Case,
     path: list[Step],
     is_tolerant: bool = True,
     shift_cap: int = 99,
@@ -193,21 +191,21 @@ def visual(
 
     A shift excuses `shift_cap` bins and no more.
     """
-    tree = scored.tree
+    tree = case.tree
     if not path:
         return True
-    real = [node for node in range(1, tree.num_nodes) if bool(tree.is_real[row, node])]
-    branches = {leaf: [one.node for one in steps_to(scored, row, leaf)] for leaf in real}
+    real = range(1, tree.num_nodes)
+    branches = {leaf: [one.node for one in steps_to(case, leaf)] for leaf in real}
     inner = {node for branch in branches.values() for node in branch[:-1]}
     for leaf, branch in branches.items():
         if leaf in inner or path[-1].node not in branch:
             continue
-        ranked = sorted(sorted(branch), key=lambda node: relevance(scored, row, node))
+        ranked = sorted(sorted(branch), key=lambda node: relevance(case, node))
         loose = ranked[: math.floor(0.6 * len(branch) + 1e-6)]
-        drafted = {int(tree.tokens[row, node]) for node in branch}
+        drafted = {tree.tokens[node] for node in branch}
 
         def fine(step: Step, loose: list[int] = loose, drafted: set[int] = drafted) -> bool:
-            may_differ = words and is_word(scored, row, step)
+            may_differ = words and is_word(case, step)
             if step.is_equal or not (step.is_action or may_differ):
                 return step.is_equal
             shifted = is_tolerant and step.expected in drafted
@@ -220,13 +218,13 @@ def visual(
 
 
 RULES: list[tuple[str, AcceptanceRule, Judge]] = [
-    ("exact", ExactMatch(), every(lambda _, __, step: step.is_equal)),
+    ("exact", ExactMatch(), every(lambda _, step: step.is_equal)),
     (
         "bins",
         WithinBins(3),
-        every(lambda _, __, s: s.is_equal or (s.is_action and abs(s.deviation) <= 3)),
+        every(lambda _, s: s.is_equal or (s.is_action and abs(s.deviation) <= 3)),
     ),
-    ("ids", WithinIds(3), every(lambda _, __, step: abs(step.deviation) <= 3)),
+    ("ids", WithinIds(3), every(lambda _, step: abs(step.deviation) <= 3)),
     ("scheduled", ScheduledRadius(high=8, low=2, tau=50.0, beta=0.8), every(scheduled)),
     ("limits", WithinLimits(move=1.0, turn=0.35, cap=3), every(within_limits)),
     ("budget", WithinBudget(each=3, total=4), within_budget),
@@ -265,17 +263,16 @@ def test_a_rule_accepts_exactly_the_paths_its_formula_allows(
     rule: AcceptanceRule, judge: Judge
 ) -> None:
     num_accepted = num_relaxed = num_rejected = 0
-    for seed in range(60):
-        scored = random_scored(seed)
-        found = rule.accepts(scored)
-        for row in range(3):
-            for node in range(scored.tree.num_nodes):
-                path = steps_to(scored, row, node)
-                expected = is_real_path(scored, row, node) and judge(scored, row, path)
-                assert bool(found[row, node]) == expected, (seed, row, node)
-                num_accepted += expected and node > 0
-                num_relaxed += expected and not all(step.is_equal for step in path)
-                num_rejected += not expected
+    for seed in range(180):
+        case = random_case(seed)
+        found = case.accepts(rule)
+        for node in range(case.tree.num_nodes):
+            path = steps_to(case, node)
+            expected = judge(case, path)
+            assert found[node] == expected, (seed, node)
+            num_accepted += expected and node > 0
+            num_relaxed += expected and not all(step.is_equal for step in path)
+            num_rejected += not expected
     # The comparison says something only if all of these happen.
     assert num_accepted > 20
     assert num_rejected > 20
@@ -284,28 +281,30 @@ def test_a_rule_accepts_exactly_the_paths_its_formula_allows(
 
 @pytest.mark.parametrize("rule", [one[1] for one in RULES], ids=[one[0] for one in RULES])
 def test_every_rule_accepts_what_the_target_says_itself(rule: AcceptanceRule) -> None:
-    for seed in range(20):
-        scored = random_scored(seed)
-        exact = ExactMatch().accepts(scored)
-        assert bool((exact <= rule.accepts(scored)).all())
+    for seed in range(60):
+        case = random_case(seed)
+        pairs = zip(case.accepts(ExactMatch()), case.accepts(rule), strict=True)
+        assert all(found for exact, found in pairs if exact)
 
 
 def test_only_the_published_rule_relaxes_what_is_no_action_token() -> None:
     for name, rule, _ in RULES:
         relaxed_others = 0
-        for seed in range(60):
-            scored = random_scored(seed)
-            found = rule.accepts(scored) & (scored.tree.parents >= 0)
-            relaxed_others += int((found & ~scored.is_equal & ~scored.is_relaxable).sum())
+        for seed in range(180):
+            case = random_case(seed)
+            found = case.accepts(rule)
+            for node in range(1, case.tree.num_nodes):
+                *_, step = steps_to(case, node)
+                relaxed_others += found[node] and not step.is_equal and not step.is_action
         assert (relaxed_others > 0) == (name == "ids"), name
 
 
 def test_radius_zero_of_every_distance_rule_is_exact_match() -> None:
-    for seed in range(30):
-        scored = random_scored(seed)
-        exact = ExactMatch().accepts(scored)
+    for seed in range(90):
+        case = random_case(seed)
+        exact = case.accepts(ExactMatch())
         for rule in (WithinBins(5), WithinIds(5), ScheduledRadius(9, 5, 10.0, 1.0)):
-            assert torch.equal(rule.with_radius(0).accepts(scored), exact)
+            assert case.accepts(rule.with_radius(0)) == exact
 
 
 def test_a_radius_replaces_the_bins_and_nothing_else() -> None:
@@ -340,57 +339,47 @@ def test_only_lvspec_asks_for_the_patches() -> None:
         "unshifted",
         "shift-cap",
     ]
-    wrapped = WithinDrift(VisualRelevance(10, 0.7, True), 1.0, 1.0, 9)
-    assert wrapped.needs_patches
 
 
 def test_earlier_passes_count_against_an_actions_budget() -> None:
-    rule = WithinBudget(each=9, total=9)
-    num_fewer = 0
-    for seed in range(30):
-        scored = random_scored(seed)
-        fresh = replace(scored, spent=torch.zeros_like(scored.spent))
-        poor = replace(scored, spent=torch.full_like(scored.spent, 3))  # 9 bins of MOVE are gone
-        assert bool((rule.accepts(poor) <= rule.accepts(fresh)).all())
-        num_fewer += int(rule.accepts(fresh).sum() - rule.accepts(poor).sum())
+    rule, num_fewer = WithinBudget(each=9, total=9), 0
+    for seed in range(90):
+        case = random_case(seed)
+        own = case.answer.target_tokens
+        case.answer.tokens = list(own)
+        fresh = case.accepts(rule)
+        case.answer.tokens = [one + 3 for one in own]  # 9 bins of MOVE are gone after three
+        poor = case.accepts(rule)
+        assert all(one for one, other in zip(fresh, poor, strict=True) if other)
+        num_fewer += sum(fresh) - sum(poor)
     assert num_fewer > 0
 
 
-def test_the_entropy_of_fly_is_measured_against_the_whole_vocabulary() -> None:
-    """A hundred equal tokens of 32,000 are 0.44 of the largest entropy, of 256 they would be 0.83.
+def chain_case(tokens: list[int], wanted: list[int]) -> Case:
+    """A chain behind its root, and what the target says after each node."""
+    tree = merge(tokens[:1], [("test", [tokens[1:]])], 64)
+    logits = torch.nn.functional.one_hot(torch.tensor(wanted), 60).float() * 20
+    case = replace(random_case(0), tree=tree, logits=logits)
+    case.answer.tokens, case.answer.target_tokens = [], []
+    return replace(case, hidden=torch.zeros(len(tokens), 8))
 
-    With the action rows alone scored it is the same, because the others have no odds.
-    """
-    found = []
-    for num_scored in (32_000, 256):
-        logits = torch.full((1, 2, num_scored), -1e9)
-        logits[:, :, -100:] = 0.0
-        scored = replace(
-            random_scored(0, num_rows=1),
-            tree=DraftTree.chain(torch.tensor([[0, 1]])),
-            scores=Scores(logits, torch.zeros(1, 2, 1)),
-            num_tokens=32_000,
-        )
-        found.append(float(scored.whole_entropy[0, 1]))
-    assert found == pytest.approx([math.log(100) / math.log(32_000)] * 2, abs=1e-4)
+
+def test_the_entropy_of_fly_is_measured_against_the_whole_vocabulary() -> None:
+    """A hundred equal tokens of 32,000 are 0.44 of the largest entropy."""
+    logits = torch.full((2, 32_000), -1e9)
+    logits[:, -100:] = 0.0
+    nodes = torch.tensor([0, 1])
+    scored = ScoredNodes(nodes, nodes, torch.tensor([0, 0]), logits, torch.zeros(2, 1), ACTIONS)
+    assert float(scored.whole_entropy[1]) == pytest.approx(math.log(100) / math.log(32_000))
 
 
 def test_a_token_drafted_dimensions_later_excuses_no_large_miss() -> None:
     """Seen for real: a draft 39 bins off stood because the same token came four places later."""
-    tokens = torch.tensor([[9, 59, 30, 31, 32, 20, 33]])  # the target wants 20 where 59 is drafted
-    wanted = torch.tensor([[20, 30, 31, 32, 20, 33, 40]])
-    logits = torch.nn.functional.one_hot(wanted, 60).float() * 20
-    blank = random_scored(0, num_rows=1)
-    scored = replace(
-        blank,
-        tree=DraftTree.chain(tokens),
-        scores=Scores(logits, torch.zeros(1, 7, 8)),
-        predictions=wanted,
-        num_committed=torch.tensor([0]),
-    )
+    tokens = [9, 59, 30, 31, 32, 20, 33]  # the target wants 20 where 59 is drafted
+    case = chain_case(tokens, [20, 30, 31, 32, 20, 33, 40])
     published = VisualRelevance(num_patches=2, share=0.0, shift_tolerant=True)
     capped = replace(published, shift_cap=9)
-    kept = [int(rule.accepts(scored).sum()) - 1 for rule in (published, capped)]
+    kept = [sum(case.accepts(rule)) - 1 for rule in (published, capped)]
     assert kept == [6, 0]
     assert find_method("lvspec").rule == VisualRelevance(10, 0.7, True, shift_cap=9)
 
@@ -404,27 +393,22 @@ def test_presets_have_the_numbers_of_their_papers() -> None:
     assert find_method("heisd-like").rule == WithinBudget(each=15, total=30)
 
 
-def in_text(scored: ScoredTree) -> ScoredTree:
-    """Rows 0 and 2 are text with action tokens in it, which token 18 ends."""
-    num_rows = len(scored.num_committed)
-    begin = torch.tensor([0, -1, 2])[:num_rows]
-    return replace(scored, begin=begin, stop=torch.full((num_rows,), 18))
+TEXT = AnswerSpec(LENGTH, 18, SPACE)  # text with action tokens in it, which token 18 ends
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize(("name", "rule", "judge"), RULES, ids=[name for name, _, _ in RULES])
 def test_no_rule_relaxes_a_word_of_a_text_unasked(
     seed: int, name: str, rule: AcceptanceRule, judge: Judge
 ) -> None:
     """Seen for real: ids within 9 changed a word, and the action with it."""
-    scored = in_text(random_scored(seed))
-    accepted = rule.accepts(scored)
-    for row in (0, 2):
-        for node in accepted[row].nonzero().flatten().tolist():
-            assert all(one.is_equal or one.is_action for one in steps_to(scored, row, node))
+    case = random_case(seed, spec=TEXT)
+    for node, stands in enumerate(case.accepts(rule)):
+        if stands:
+            assert all(one.is_equal or one.is_action for one in steps_to(case, node))
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(60))
 @pytest.mark.parametrize(
     ("rule", "judge"),
     [
@@ -444,21 +428,17 @@ def test_text_on_relaxes_words_and_nothing_else_more(
     seed: int, rule: AcceptanceRule, judge: Judge
 ) -> None:
     """A word for a word: never for an action token, and never for the token that ends a text."""
-    scored = in_text(random_scored(seed))
-    accepted = rule.accepts(scored)
-    for row in range(3):
-        for node in range(scored.tree.num_nodes):
-            path = steps_to(scored, row, node)
-            expected = is_real_path(scored, row, node) and judge(scored, row, path)
-            assert bool(accepted[row, node]) == expected, (row, node)
+    case = random_case(seed, spec=TEXT if seed % 3 else None)
+    accepted = case.accepts(rule)
+    for node in range(case.tree.num_nodes):
+        assert accepted[node] == judge(case, steps_to(case, node)), node
 
 
 def test_words_are_relaxed_where_text_is_on_only() -> None:
     """The table above is worth something: some words do differ."""
     rules = [replace(DeferredWindow(theta=0.0, window=0), text=text) for text in (False, True)]
     found = [
-        sum(int(rule.accepts(in_text(random_scored(seed))).sum()) for seed in range(30))
-        for rule in rules
+        sum(sum(random_case(seed, spec=TEXT).accepts(rule)) for seed in range(90)) for rule in rules
     ]
     assert found[0] < found[1]
 
@@ -473,13 +453,5 @@ def test_words_are_relaxed_where_text_is_on_only() -> None:
 )
 def test_the_literal_window_needs_all_its_drafts(text: str, stands: bool) -> None:
     """One miss, then five matches: W = 6 is more than is left. j + W > K: reject."""
-    tokens = torch.tensor([[9, 30, 31, 32, 33, 34, 35]])
-    wanted = torch.tensor([[40, 31, 32, 33, 34, 35, 36]])
-    scored = replace(
-        random_scored(0, num_rows=1),
-        tree=DraftTree.chain(tokens),
-        scores=Scores(torch.zeros(1, 7, 60), torch.zeros(1, 7, 8)),
-        predictions=wanted,
-        num_committed=torch.tensor([0]),
-    )
-    assert bool(find_method(text).rule.accepts(scored)[0, -1]) is stands
+    case = chain_case([9, 30, 31, 32, 33, 34, 35], [40, 31, 32, 33, 34, 35, 36])
+    assert case.accepts(find_method(text).rule)[-1] is stands

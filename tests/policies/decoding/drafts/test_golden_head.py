@@ -11,19 +11,20 @@ from deft_client.types import DecodeTrace
 from deft_policies.checkpoint.drafts import load_head
 from deft_policies.decoding import kinds
 from deft_policies.decoding.acceptance.distance import WithinBins, WithinIds
-from deft_policies.decoding.batch import Batch
 from deft_policies.decoding.drafts.heads import EagleDrafts
 from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.methods import Method, find_method
 from deft_policies.decoding.plan import Plan, RopeOffset, TieBreak, TreeShape
-from deft_policies.decoding.target import Prompts
-from deft_policies.decoding.tree import DraftTree
+from deft_policies.decoding.sequence import LastPass
+from deft_policies.decoding.sequence import Sequence as Answer
+from deft_policies.decoding.target import Prompt, ancestors_of
+from deft_policies.decoding.tree import DraftTree, merge
 from deft_policies.families.openvla import VlaTarget
 from deft_policies.memory import SessionMemory
 from deft_policies.model.draft_heads import EagleHead
 from deft_policies.model.image import build_normalization_table, resize_like_processor
 from tests import golden
-from tests.policies.decoding.scripts import Decoding, Session, batch_of, limits_of, pass_of
+from tests.policies.decoding.scripts import Decoding, Session, answer_of
 from tests.tiny_openvla import golden_model
 
 FULL_TREE = TreeShape(levels=5, top_k=8, num_guesses=49, is_full_depth=True)
@@ -45,19 +46,19 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> EagleHead:
 
 
 @lru_cache(maxsize=16)
-def prompts_of(number: int) -> Prompts:
+def prompt_of_case(number: int) -> Prompt:
     case = golden.cases()[number]
     if not case.has_image:
         name = f"patch_embeddings_{number:02d}"
         patches = torch.from_numpy(golden.arrays()[name])[None]
         ids = torch.tensor([case.prompt_ids])
-        lengths = torch.tensor([256 + ids.shape[1]])
-        return Prompts(golden_model().compose(patches, ids), lengths, ids[:, -1], PATCHES)
+        embeds = golden_model().compose(patches, ids)[0]
+        return Prompt(embeds, case.prompt_ids[-1], PATCHES)
     config = golden_model().config.image
     fitted = torch.from_numpy(resize_like_processor(case.image(), config)).permute(2, 0, 1).long()
     table = torch.from_numpy(build_normalization_table(config))
     pixels = torch.stack([table[channel][fitted[channel % 3]] for channel in range(len(table))])
-    return target().read(pixels[None], [case.prompt_ids])
+    return target().read(pixels[None], [case.prompt_ids])[0]
 
 
 def usable_cases() -> list[int]:
@@ -73,43 +74,40 @@ def test_teacher_forced_hidden_states_equal_the_fixture(head: EagleHead, round_n
     torch.testing.assert_close(head(embeds, hidden)[0], expected, atol=1e-4, rtol=0.0)
 
 
-def prompt_of(case: int) -> tuple[Prompts, torch.Tensor, Batch]:
-    """The prefill of a fixture case without guesses, and the batch behind it."""
+def prompt_of(case: int) -> tuple[Prompt, torch.Tensor, Answer]:
+    """The prefill of a fixture case without guesses: prompt, hidden states, and the answer."""
     arrays, name = golden.draft_arrays(), f"c{case:02d}_r1"
-    hidden = torch.from_numpy(arrays[f"{name}_in_hidden"])[None]
-    embeds = torch.from_numpy(arrays[f"{name}_in_embeds"])[None]
+    hidden = torch.from_numpy(arrays[f"{name}_in_hidden"])
+    embeds = torch.from_numpy(arrays[f"{name}_in_embeds"])
     # The fixture holds e_{t+1}; e_0 is never read.
-    prompt = torch.cat((torch.zeros_like(embeds[:, :1]), embeds[:, :-1]), dim=1)
-    lengths = torch.tensor([hidden.shape[1]])
-    prompts = Prompts(prompt, lengths, torch.zeros_like(lengths), PATCHES)
-    root = next(one["root"] for one in golden.draft_expected()["trees"] if one["name"][:6] == name)
-    batch = batch_of([SessionMemory()], [[]])
-    pass_by(batch, hidden[:, -1:], [root])
-    return prompts, hidden, batch
+    prompt = torch.cat((torch.zeros_like(embeds[:1]), embeds[:-1]))
+    answer = answer_of(SessionMemory())
+    answer.slot, answer.shape = 0, FULL_TREE
+    return Prompt(prompt, 0, PATCHES), hidden, answer
 
 
-def pass_by(batch: Batch, hidden: torch.Tensor, tokens: list[int]) -> None:
+def pass_by(drafts: EagleDrafts, answer: Answer, hidden: torch.Tensor, tokens: list[int]) -> None:
     """Let a pass commit these tokens, the last of them the bonus."""
-    steps, committed = torch.arange(len(tokens))[None], torch.tensor([tokens])
-    tree = DraftTree(steps, steps - 1, steps >= 0, steps.float(), steps)
-    batch.last = pass_of(tree, committed, [len(tokens) - 1], committed, hidden)
-    batch.count += len(tokens)
+    tree = merge([0], [("test", [tokens[:-1]])], 99)
+    answer.tokens = [*answer.tokens, *tokens]
+    answer.last = LastPass(tree, tokens, list(range(len(tokens))), len(tokens) - 1)
+    drafts.observe(answer, hidden, torch.zeros(len(tokens), 1))
 
 
-def second_round(batch: Batch, case: int) -> None:
+def second_round(drafts: EagleDrafts, answer: Answer, case: int) -> None:
     """After one commit of round 1 with r = 9, as the fixture's README says."""
     canonical = next(
         one for one in golden.draft_expected()["variants"] if one["canonical"] and one["r"] == 9
     )
     first = canonical["cases"][case]["rounds"][0]
     committed = [*first["accepted"], first["bonus"]]
-    hidden = torch.from_numpy(golden.draft_arrays()[f"c{case:02d}_r2_in_hidden"])[None]
-    pass_by(batch, hidden[:, -len(committed) :], committed)
+    hidden = torch.from_numpy(golden.draft_arrays()[f"c{case:02d}_r2_in_hidden"])
+    pass_by(drafts, answer, hidden[-len(committed) :], committed)
 
 
-def drafted(drafts: EagleDrafts, batch: Batch) -> DraftTree:
-    assert batch.last is not None
-    return drafts.draft(batch, limits_of(batch, FULL_TREE, batch.last.bonus))
+def drafted(drafts: EagleDrafts, answer: Answer) -> DraftTree:
+    found = drafts.draft_all([answer])[0]
+    return merge(answer.tokens[-1:], [("head", found)], 64)
 
 
 @pytest.mark.parametrize(
@@ -119,23 +117,27 @@ def test_trees_and_cumulative_scores_equal_the_fixture(
     head: EagleHead, entry: dict[str, Any]
 ) -> None:
     arrays, name = golden.draft_arrays(), entry["name"]
-    method = replace(find_method("spec-vla"), whole_vocabulary=entry["draft_vocab"] == "full")
-    drafts = EagleDrafts(head, target(), method, ROPE[entry["rope"]])
-    prompts, hidden, batch = prompt_of(entry["case"])
-    drafts.allocate(batch)
-    drafts.begin(batch, prompts, hidden)
-    tree = drafted(drafts, batch)
+    drafts = EagleDrafts(head, target(), ROPE[entry["rope"]])
+    prompt, hidden, answer = prompt_of(entry["case"])
+    is_full = entry["draft_vocab"] == "full"
+    answer.method = replace(find_method("spec-vla"), whole_vocabulary=is_full)
+    drafts.observe_prompt(answer, prompt, hidden)
+    first = next(
+        one["root"]
+        for one in golden.draft_expected()["trees"]
+        if one["name"][:6] == name[:4] + "r1"
+    )
+    pass_by(drafts, answer, hidden[-1:], [first])
+    tree = drafted(drafts, answer)
     if entry["round"] == 2:
-        second_round(batch, entry["case"])
-        tree = drafted(drafts, batch)
-    assert int(tree.tokens[0, 0]) == entry["root"]
-    assert tree.tokens[0, 1:].tolist() == arrays[f"{name}_tokens"].tolist()
-    assert tree.parents[0, 1:].tolist() == arrays[f"{name}_parents"].tolist()
-    assert tree.depths()[0, 1:].tolist() == arrays[f"{name}_depth"].tolist()
-    assert tree.ancestor_mask()[0].tolist() == arrays[f"{name}_mask"].tolist()
-    expected = torch.from_numpy(arrays[f"{name}_logp"])
-    torch.testing.assert_close(tree.log_probs[0, 1:], expected, atol=1e-3, rtol=0.0)
-    assert bool(tree.is_real.all())
+        second_round(drafts, answer, entry["case"])
+        tree = drafted(drafts, answer)
+    assert tree.tokens[0] == entry["root"]
+    assert tree.tokens[1:] == arrays[f"{name}_tokens"].tolist()
+    assert tree.parents[1:] == arrays[f"{name}_parents"].tolist()
+    assert tree.depths()[1:] == arrays[f"{name}_depth"].tolist()
+    assert ancestors_of(tree).tolist() == arrays[f"{name}_mask"].tolist()
+    assert tree.log_probs[1:] == pytest.approx(arrays[f"{name}_logp"].tolist(), abs=1e-3)
 
 
 def method_of(variant: dict[str, Any]) -> Method:
@@ -154,7 +156,7 @@ def method_of(variant: dict[str, Any]) -> Method:
 
 def decode(method: Method, head: EagleHead, rope: str, number: int) -> DecodeTrace:
     models = DraftModels(head=head, rope_offset=ROPE[rope])
-    return Decoding(target(), method, models).decode(prompts_of(number), Session.of(1))[0]
+    return Decoding(target(), method, models).decode([prompt_of_case(number)], Session.of(1))[0]
 
 
 def variant_name(variant: dict[str, Any]) -> str:

@@ -6,9 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from deft_policies.decoding.drafts.growth import (
+    Grown,
+    Level,
+    beam_tree,
+    read_grown,
+    template_tree,
+)
 from deft_policies.decoding.plan import Path, TreeShape, read_tree
-from deft_policies.decoding.tree import DraftTree, Grown, Level, beam_tree, template_tree
-from tests.policies.decoding.trees import num_real, paths_of
+from deft_policies.decoding.tree import DraftTree, merge
+from tests.policies.decoding.trees import paths_of
 from tests.tiny_target import path_to
 
 SMALL = TreeShape.of_paths(((0,), (1,), (0, 0), (0, 2), (1, 0), (0, 2, 1)))
@@ -23,9 +30,9 @@ def random_template(seed: int) -> TreeShape:
     return TreeShape.of_paths(tuple(sorted(paths, key=lambda path: (len(path), path))))
 
 
-def tree_below(roots: Tensor, grown: Grown) -> DraftTree:
-    tokens, parents, is_real, log_probs, _ = grown
-    return DraftTree(tokens, parents, is_real, log_probs, torch.zeros_like(tokens)).below(roots)
+def trees_below(roots: list[int], grown: Grown) -> list[DraftTree]:
+    found = read_grown(grown, len(roots))
+    return [merge([root], [("test", one)], 99) for root, one in zip(roots, found, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -94,22 +101,20 @@ def test_every_node_gets_the_token_of_its_rank_below_its_parent(seed: int) -> No
         return torch.stack([torch.stack([odds((row, *p)) for p in rows[row]]) for row in (0, 1)])
 
     first = torch.stack([odds((0,)), odds((1,))])
-    roots, deepest = torch.tensor([7, 8]), torch.tensor([2, 9])
-    tree = tree_below(roots, template_tree(template, first, extend, deepest, first_token))
-    assert tree.num_nodes == 1 + len(template.paths)
-    for row in (0, 1):
-        for node, path in enumerate(template.paths, start=1):
+    deepest = torch.tensor([2, 9])
+    trees = trees_below([7, 8], template_tree(template, first, extend, deepest, first_token))
+    for row, tree in enumerate(trees):
+        real = [path for path in template.paths if row == 1 or len(path) <= 2]
+        assert tree.num_nodes == 1 + len(real)
+        for node, path in enumerate(real, start=1):
             tokens: tuple[int, ...] = ()
             score = 0.0
             for rank in path:
                 best = odds((row, *tokens)).topk(rank + 1)
                 tokens = (*tokens, int(best.indices[rank]) + first_token)
                 score += float(best.values[rank])
-            on_path = path_to(tree, row, node)
-            assert tuple(tree.tokens[row, on_path[1:]].tolist()) == tokens
-            is_real = row == 1 or len(path) <= 2
-            assert bool(tree.is_real[row, node]) == is_real
-            assert float(tree.log_probs[row, node]) == pytest.approx(score if is_real else 0.0)
+            assert tuple(tree.tokens[one] for one in path_to(tree, node)[1:]) == tokens
+            assert tree.log_probs[node] == pytest.approx(score, abs=1e-5)
 
 
 def test_the_flag_reads_every_kind_of_tree() -> None:
@@ -142,7 +147,7 @@ def grow(tables: Tensor, shape: TreeShape, deepest: int) -> DraftTree:
         torch.tensor([deepest]),
         first_token=0,
     )
-    return tree_below(torch.tensor([0]), grown)
+    return trees_below([0], grown)[0]
 
 
 def slow_growth(tables: Tensor, shape: TreeShape, deepest: int) -> dict[tuple[int, ...], float]:
@@ -171,11 +176,10 @@ def test_growth_keeps_the_likeliest_nodes(seed: int) -> None:
     deepest = rng.randrange(1, shape.levels + 1)
     tree = grow(tables, shape, deepest)
     expected = slow_growth(tables, shape, deepest)
-    assert paths_of(tree, 0) == set(expected)
+    assert paths_of(tree) == set(expected)
     for node in range(1, tree.num_nodes):
-        if bool(tree.is_real[0, node]):
-            path = tuple(tree.tokens[0, path_to(tree, 0, node)[1:]].tolist())
-            assert float(tree.log_probs[0, node]) == pytest.approx(expected[path], abs=1e-4)
+        path = tuple(tree.tokens[one] for one in path_to(tree, node)[1:])
+        assert tree.log_probs[node] == pytest.approx(expected[path], abs=1e-4)
 
 
 def test_a_child_as_likely_as_its_parent_is_never_kept_without_it() -> None:
@@ -184,13 +188,12 @@ def test_a_child_as_likely_as_its_parent_is_never_kept_without_it() -> None:
     tables[:, :, 3] = 0.0
     shape = TreeShape(levels=5, top_k=2, num_guesses=3)
     tree = grow(tables, shape, deepest=5)
-    assert paths_of(tree, 0) == {(3,), (3, 3), (3, 3, 3)}
+    assert paths_of(tree) == {(3,), (3, 3), (3, 3, 3)}
 
 
-def test_a_row_with_little_left_gets_padding_for_what_is_too_deep() -> None:
+def test_a_row_with_little_left_gets_no_guess_that_is_too_deep() -> None:
     tables = torch.randn(5, 12, 12, generator=torch.Generator().manual_seed(0)).log_softmax(dim=2)
     shape = TreeShape(levels=5, top_k=3, num_guesses=20)
     tree = grow(tables, shape, deepest=1)
-    assert {len(path) for path in paths_of(tree, 0)} == {1}
-    assert num_real(tree, 0) == 3
-    assert tree.num_nodes == 21
+    assert {len(path) for path in paths_of(tree)} == {1}
+    assert tree.num_nodes == 1 + 3

@@ -12,18 +12,16 @@ from torch import Tensor
 
 from deft_policies.checkpoint.drafts import HeadLayout, load_head, named_weights, save_head
 from deft_policies.decoding.drafts.heads import EagleDrafts
-from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.plan import KeyMask, RopeOffset, TreeShape
-from deft_policies.decoding.target import Prompts
-from deft_policies.decoding.tree import DraftTree
+from deft_policies.decoding.sequence import LastPass
+from deft_policies.decoding.tree import DraftTree, merge
 from deft_policies.errors import CheckpointError
 from deft_policies.memory import SessionMemory
 from deft_policies.model.draft_heads import EagleHead, head_sizes
 from deft_policies.model.sizes import LlamaSizes
-from tests.policies.decoding.scripts import batch_of, limits_of, pass_of
+from tests.policies.decoding.scripts import answer_of
 from tests.tiny_target import (
     ACTIONS,
-    CPU,
     WIDTH,
     TinyTarget,
     path_to,
@@ -60,61 +58,58 @@ def key_mask(kind: KeyMask, prompt_lengths: Tensor, num_positions: int) -> Tenso
 
 
 class Conversation:
-    """A target's side of a batch: what it computed of the prompts, and passes that commit."""
+    """A target's side of answers: what it computed of the prompts, and passes that commit."""
 
     def __init__(self, text_lengths: list[int]) -> None:
         self.target = TinyTarget(tiny_decoder())
-        self.prompts: Prompts = random_prompts(self.target.decoder, text_lengths)
-        root = DraftTree.root_only(self.prompts.last_tokens)
-        _, self.seen = self.target.prefill(self.target.new_cache(), 0, self.prompts, root)
-        self.num_rows = len(text_lengths)
-        self.batch = batch_of([SessionMemory()] * self.num_rows, [[]] * self.num_rows)
-        self.tokens: list[list[int]] = [[] for _ in text_lengths]
+        self.prompts = random_prompts(self.target.decoder, text_lengths)
+        self.seen = [self.target.decoder(one.embeds[None])[0] for one in self.prompts]
+        self.answers = [answer_of(SessionMemory()) for _ in text_lengths]
+        for slot, answer in enumerate(self.answers):
+            answer.slot = slot
         # What the head should have read of each row so far, as whole sequences.
-        self.hidden = [self.seen[row, :length] for row, length in enumerate(self._lengths())]
+        self.hidden = list(self.seen)
 
-    def _lengths(self) -> list[int]:
-        lengths: list[int] = self.prompts.lengths.tolist()
-        return lengths
-
-    def begin(self, drafts: EagleDrafts, hidden: Tensor | None = None) -> EagleDrafts:
+    def begin(self, drafts: EagleDrafts) -> EagleDrafts:
         """Show a source the prompts."""
-        drafts.allocate(self.batch)
-        drafts.begin(self.batch, self.prompts, self.seen if hidden is None else hidden)
+        for answer, prompt, seen in zip(self.answers, self.prompts, self.seen, strict=True):
+            drafts.observe_prompt(answer, prompt, seen)
         return drafts
 
-    def draft(self, drafts: EagleDrafts, shape: TreeShape) -> DraftTree:
-        assert self.batch.last is not None
-        return drafts.draft(self.batch, limits_of(self.batch, shape, self.batch.last.bonus))
+    def draft(self, drafts: EagleDrafts, shape: TreeShape) -> list[DraftTree]:
+        for answer in self.answers:
+            answer.shape = shape
+        found = drafts.draft_all(self.answers)
+        return [
+            merge(answer.tokens[-1:], [("head", one)], 99)
+            for answer, one in zip(self.answers, found, strict=True)
+        ]
 
-    def commit(self, new: list[list[int]], seed: int) -> None:
+    def commit(self, new: list[list[int]], seed: int, *sources: EagleDrafts) -> None:
         """A pass that commits these tokens, the last of each row being the bonus."""
-        steps = max(len(row) for row in new)
         generator = torch.Generator().manual_seed(seed)
-        hidden = torch.randn(self.num_rows, steps, WIDTH, generator=generator)
-        is_prefill = not self.tokens[0]
         for row, tokens in enumerate(new):
+            answer = self.answers[row]
+            is_prefill = not answer.tokens
+            hidden = torch.randn(len(tokens), WIDTH, generator=generator)
             if is_prefill:  # the root is the last prompt token, whose hidden state is known
-                hidden[row, 0] = self.hidden[row][-1]
-            fresh = hidden[row, int(is_prefill) : len(tokens)]
-            self.hidden[row] = torch.cat((self.hidden[row], fresh))
-            self.tokens[row] += tokens
-        padded = torch.tensor([row + [5] * (steps - len(row)) for row in new])
-        path = torch.arange(steps).expand(self.num_rows, -1)
-        tree = DraftTree(path, path - 1, path >= 0, path.float(), path)
-        kept = [len(row) - 1 for row in new]
-        self.batch.last = pass_of(tree, padded, kept, padded, hidden)
-        self.batch.count.copy_(torch.tensor([len(row) for row in self.tokens]))
+                hidden[0] = self.hidden[row][-1]
+            self.hidden[row] = torch.cat((self.hidden[row], hidden[int(is_prefill) :]))
+            answer.tokens = [*answer.tokens, *tokens]
+            tree = merge([0], [("test", [tokens[:-1]])], 99)
+            path = list(range(len(tokens)))
+            answer.last = LastPass(tree, tokens, path, len(tokens) - 1)
+            for source in sources:
+                source.observe(answer, hidden, torch.zeros(len(tokens), 1))
 
     def whole(self, row: int) -> tuple[Tensor, Tensor]:
         """(e_{t+1}, f_t) of everything committed in a row, [position, width] each."""
-        prompt = self.prompts.embeds[row, 1 : self._lengths()[row]]
-        embeds = torch.cat((prompt, self.target.embed(torch.tensor(self.tokens[row]))))
-        return embeds, self.hidden[row]
+        words = self.target.embed(torch.tensor(self.answers[row].tokens))
+        return torch.cat((self.prompts[row].embeds[1:], words)), self.hidden[row]
 
 
 def head_drafts(head: EagleHead, talk: Conversation, *published: Any) -> EagleDrafts:
-    return EagleDrafts(head, talk.target, find_method("lossless"), *published)  # type: ignore[arg-type]
+    return EagleDrafts(head, talk.target, *published)  # type: ignore[arg-type]
 
 
 def slow_log_probs(
@@ -122,7 +117,7 @@ def slow_log_probs(
 ) -> Tensor:
     """Next-token odds after a path of guesses, by running the whole sequence once per guess."""
     embeds, hidden = talk.whole(row)
-    length = int(talk.prompts.lengths[row])
+    length = talk.prompts[row].length
     for token in [*path, -1]:
         allowed = key_mask(mask, torch.tensor([length]), len(embeds))
         out = head(embeds[None], hidden[None], allowed)[0, -1]
@@ -142,29 +137,55 @@ def test_a_grown_tree_scores_as_whole_sequences_do(
     head, talk = random_head().requires_grad_(False), Conversation(text_lengths)
     drafts = talk.begin(head_drafts(head, talk, RopeOffset.CORRECT, mask))
     for number in range(3):
-        new = [[30 + row + number] * (1 + (row + number) % 2) for row in range(talk.num_rows)]
-        talk.commit(new, seed=number)
-        tree = talk.draft(drafts, shape)
-        for row in range(talk.num_rows):
+        rows = range(len(text_lengths))
+        new = [[30 + row + number] * (1 + (row + number) % 2) for row in rows]
+        talk.commit(new, number, drafts)
+        for row, tree in enumerate(talk.draft(drafts, shape)):
+            assert tree.num_nodes > 1
             for node in range(1, tree.num_nodes):
-                if not bool(tree.is_real[row, node]):
-                    continue
-                *above, token = tree.tokens[row, path_to(tree, row, node)[1:]].tolist()
+                *above, token = [tree.tokens[one] for one in path_to(tree, node)[1:]]
                 odds = slow_log_probs(head, talk, row, above, mask)
-                parent = float(tree.log_probs[row, tree.parents[row, node]])
+                parent = tree.log_probs[tree.parents[node]]
                 expected = parent + float(odds[token - ACTIONS.first])
-                assert float(tree.log_probs[row, node]) == pytest.approx(expected, abs=1e-3)
+                assert tree.log_probs[node] == pytest.approx(expected, abs=1e-3)
+
+
+def test_rows_draft_alike_alone_and_beside_others_in_any_slots() -> None:
+    """Keys lie in the answers' own slots, whichever rows draft in a round."""
+    head, new = random_head().requires_grad_(False), [[30], [31, 32], [33]]
+    trees = []
+    for slots in ((0, 1, 2), (1, 4, 2)):
+        talk = Conversation([2, 5, 3])
+        for answer, slot in zip(talk.answers, slots, strict=True):
+            answer.slot = slot
+        drafts = talk.begin(head_drafts(head, talk))
+        talk.commit(new, 0, drafts)
+        trees.append(talk.draft(drafts, TreeShape(3, 2, 9)))
+    alone = []
+    for row, length in enumerate((2, 5, 3)):
+        talk = Conversation([2, 5, 3])
+        drafts = talk.begin(head_drafts(head, talk))
+        talk.commit(new, 0, drafts)
+        talk.answers = [talk.answers[row]]
+        alone += talk.draft(drafts, TreeShape(3, 2, 9))
+        assert talk.prompts[row].length == length + 4
+    for one, other, single in zip(*trees, alone, strict=True):
+        assert one.tokens == other.tokens == single.tokens
+        assert one.parents == other.parents == single.parents
 
 
 def test_the_published_rope_offset_differs_only_below_the_first_level() -> None:
     talk = Conversation([4])
     head = random_head().requires_grad_(False)
-    talk.commit([[30]], seed=0)
-    trees = []
-    for offset in RopeOffset:
-        drafts = talk.begin(head_drafts(head, talk, offset))
-        trees.append(talk.draft(drafts, TreeShape(3, 3, 21)))
-    right, published = (dict(scored_paths(tree)) for tree in trees)
+    sources = [talk.begin(head_drafts(head, talk, offset)) for offset in RopeOffset]
+    notes = []
+    for source in sources:  # each has notes of its own
+        talk.begin(source)
+        talk.answers[0].tokens = []
+        talk.hidden = list(talk.seen)
+        talk.commit([[30]], 0, source)
+        notes.append(dict(scored_paths(talk.draft(source, TreeShape(3, 3, 21))[0])))
+    right, published = notes
     for path, score in right.items():
         if len(path) <= 2:  # level 2 is predicted at a wrong position, from level-1 nodes
             assert (len(path) == 1) == (abs(published.get(path, 9.9) - score) < 1e-5)
@@ -172,10 +193,7 @@ def test_the_published_rope_offset_differs_only_below_the_first_level() -> None:
 
 def scored_paths(tree: DraftTree) -> list[tuple[tuple[int, ...], float]]:
     return [
-        (
-            tuple(tree.tokens[0, path_to(tree, 0, node)[1:]].tolist()),
-            float(tree.log_probs[0, node]),
-        )
+        (tuple(tree.tokens[one] for one in path_to(tree, node)[1:]), tree.log_probs[node])
         for node in range(1, tree.num_nodes)
     ]
 
@@ -183,12 +201,14 @@ def scored_paths(tree: DraftTree) -> list[tuple[tuple[int, ...], float]]:
 def test_trees_stay_within_what_is_missing_unless_their_shape_is_fixed() -> None:
     talk = Conversation([4])
     drafts = talk.begin(head_drafts(random_head().requires_grad_(False), talk))
-    talk.commit([[30, 31, 32, 33]], seed=0)  # three are missing, two are drafted
-    tree = talk.draft(drafts, TreeShape(5, 2, 49))
-    assert int(tree.depths().max()) == 2
+    talk.commit([[30, 31, 32, 33]], 0, drafts)  # three are missing, two are drafted
+    (tree,) = talk.draft(drafts, TreeShape(5, 2, 49))
+    assert max(tree.depths()) == 2
+    talk = Conversation([4])
     talk.begin(drafts)
-    fixed = talk.draft(drafts, TreeShape(5, 2, 49, is_full_depth=True))
-    assert int(fixed.depths().max()) == 5
+    talk.commit([[30, 31, 32, 33]], 0, drafts)
+    (fixed,) = talk.draft(drafts, TreeShape(5, 2, 49, is_full_depth=True))
+    assert max(fixed.depths()) == 5
 
 
 def test_gradients_reach_every_weight_through_the_teacher_forced_pass() -> None:
@@ -323,20 +343,3 @@ def test_a_head_of_another_width_is_refused(tmp_path: Path) -> None:
     save_head(random_head(), tmp_path, HeadLayout.SAFETENSORS)
     with pytest.raises(CheckpointError, match="32 wide, but the target is 64"):
         load_head(tmp_path, 64, torch.zeros(1))
-
-
-def test_prompt_features_of_a_batch_are_read_at_each_rows_own_end() -> None:
-    """Padding behind a short prompt must not reach the head."""
-    talk = Conversation([2, 6])
-    head = random_head().requires_grad_(False)
-    noisy = talk.seen.clone()
-    noisy[0, int(talk.prompts.lengths[0]) :] = 1e3
-    talk.commit([[30], [31]], seed=0)
-    shape = TreeShape(2, 2, 6)
-    trees = []
-    for hidden in (talk.seen, noisy):
-        drafts = talk.begin(head_drafts(head, talk), hidden)
-        trees.append(talk.draft(drafts, shape))
-    assert torch.equal(trees[0].tokens, trees[1].tokens)
-    torch.testing.assert_close(trees[0].log_probs, trees[1].log_probs)
-    assert trees[0].tokens.device == CPU

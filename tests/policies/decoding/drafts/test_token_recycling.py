@@ -1,25 +1,18 @@
 """Token recycling, beside a table kept as dictionaries."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
-from deft_policies.decoding.batch import Batch
-from deft_policies.decoding.drafts import DraftLimits
+from deft_policies.decoding.drafts import Branches, Guesses
 from deft_policies.decoding.drafts.session import TokenRecycling
 from deft_policies.decoding.methods import find_method
-from deft_policies.decoding.target import Prompts
-from deft_policies.decoding.tree import DraftTree
+from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.memory import SessionMemory
-from tests.policies.decoding.scripts import Decoding, Session, batch_of, tokens_of
-from tests.tiny_target import (
-    ACTIONS,
-    fast_target,
-    greedy,
-    random_prompts,
-    tiny_decoder,
-)
+from tests.policies.decoding.scripts import Decoding, Session, answer_of, tokens_of
+from tests.tiny_target import ACTIONS, fast_target, greedy, random_prompts, tiny_decoder
 
 DECODER = tiny_decoder()
-PROMPTS = random_prompts(DECODER, [2, 5, 3])
 Table = dict[int, dict[int, float]]  # token, next token, how likely
 
 
@@ -28,41 +21,39 @@ class WatchedRecycling(TokenRecycling):
 
     num_compared = 0
 
-    def begin(self, batch: Batch, prompts: Prompts, hidden: Tensor | None) -> None:
-        super().begin(batch, prompts, hidden)
-        self.tables = [remembered(row.memory) for row in batch.rows if row is not None]
+    def begin(self, sequence: Answer) -> None:
+        super().begin(sequence)
+        sequence.notes["table"] = remembered(sequence.memory)
 
-    def draft(self, batch: Batch, limits: DraftLimits) -> DraftTree:
-        tree, last = super().draft(batch, limits), batch.last
-        assert last is not None
-        assert last.logits is not None
-        for row, table in enumerate(self.tables[: len(tree.tokens)]):
-            said = last.logits[row]
-            told: Table = {}
-            for node in range(last.tree.num_nodes):
-                token = int(last.tree.tokens[row, node])
-                if bool(last.tree.is_real[row, node]) and ACTIONS.first <= token <= ACTIONS.last:
-                    odds = said[node].log_softmax(dim=0).tolist()
-                    known = told.setdefault(token, {})
-                    for behind, value in enumerate(odds, start=ACTIONS.first):
-                        known[behind] = max(value, known.get(behind, -1e9))
-            table.update(told)
-            self._compare(table, tree, row)
-        return tree
+    def observe(self, sequence: Answer, hidden: Tensor, logits: Tensor) -> None:
+        super().observe(sequence, hidden, logits)
+        assert sequence.last is not None
+        told: Table = {}
+        for node, token in enumerate(sequence.last.tree.tokens):
+            if ACTIONS.first <= token <= ACTIONS.last:
+                odds = logits[node, ACTIONS.columns].log_softmax(dim=0).tolist()
+                known = told.setdefault(token, {})
+                for behind, value in enumerate(odds, start=ACTIONS.first):
+                    known[behind] = max(value, known.get(behind, -1e9))
+        sequence.notes["table"].update(told)
 
-    def _compare(self, table: Table, tree: DraftTree, row: int) -> None:
+    def draft_all(self, sequences: Sequence[Answer]) -> list[Guesses]:
+        found = super().draft_all(sequences)
+        for sequence, guesses in zip(sequences, found, strict=True):
+            if isinstance(guesses, Branches):
+                self._compare(sequence.notes["table"], sequence.tokens[-1], guesses)
+        return found
+
+    def _compare(self, table: Table, root: int, guesses: Branches) -> None:
         """Every guess is among the likeliest after its parent, as often as it has siblings."""
-        for parent in range(tree.num_nodes):
-            children = [
-                node
-                for node in range(1, tree.num_nodes)
-                if int(tree.parents[row, node]) == parent and bool(tree.is_real[row, node])
-            ]
-            known = table.get(int(tree.tokens[row, parent]), {})
+        tokens = [root, *guesses.tokens]
+        for parent, token in enumerate(tokens):
+            children = [n for n, above in enumerate(guesses.parents, start=1) if above == parent]
+            known = table.get(token, {})
             best = sorted(known.values(), reverse=True)[: len(children)]
             if len(known) >= len(children):
                 self.num_compared += len(children)
-                assert [known[int(tree.tokens[row, node])] for node in children] == best
+                assert [known[tokens[node]] for node in children] == best
 
 
 def remembered(session: SessionMemory) -> Table:
@@ -91,11 +82,9 @@ def test_trees_are_what_the_target_last_said_after_the_same_tokens() -> None:
 
 def test_of_what_followed_a_token_the_newest_comes_first() -> None:
     own = tuple((30, behind, 40, 40, 40, 40, 40) for behind in (31, 32, 33, 31))
-    batch = batch_of([SessionMemory(own=own)], [[]])
-    recycling = TokenRecycling(fast_target(DECODER))
-    recycling.allocate(batch)
-    recycling.begin(batch, random_prompts(DECODER, [2]), None)
-    row = recycling._table[0, 30 - ACTIONS.first]
-    best = (row.topk(4).indices + ACTIONS.first).tolist()
-    assert best[:3] == [31, 33, 32]
-    assert row.topk(3).values.tolist() == [0.0, -1.0, -2.0]
+    answer = answer_of(SessionMemory(own=own))
+    TokenRecycling(fast_target(DECODER)).begin(answer)
+    row = answer.notes["token-recycling"][30 - ACTIONS.first]
+    best = [int(one) + ACTIONS.first for one in (-row).argsort()[:3]]
+    assert best == [31, 33, 32]
+    assert sorted(row.tolist(), reverse=True)[:3] == [0.0, -1.0, -2.0]

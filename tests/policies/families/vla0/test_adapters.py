@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from deft_client.types import Observation
 from deft_policies.base import ActRequest
+from deft_policies.decoding.clock import StageClock
 from deft_policies.errors import CheckpointError
 from deft_policies.families.loading import load_policy, open_model
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
-from deft_policies.families.vla0.model import Vla0
+from deft_policies.families.vla0.model import RepetitionPenalty, Vla0
 from deft_policies.model.formats import Precision
 from scripts.transformers_baseline import QwenLoop, QwenPolicy, build_qwen
 from tests.golden_vla0 import GOLDEN, cameras, variant
@@ -120,7 +121,11 @@ def test_its_penalty_is_the_bases_and_its_pictures_are_named(tmp_path: Path) -> 
     model = loaded(run).model
     assert isinstance(model, Vla0)
     assert model.run.names_pictures
-    assert model.target.repetition_penalty == 1.05
+    image, wrist = cameras(variant("tied")["cases"][0])
+    shown = Observation(image, "lift it", {"wrist": wrist})
+    (prompt,) = model.see([shown], StageClock(torch.device("cpu")))
+    assert isinstance(prompt.grammar, RepetitionPenalty)
+    assert prompt.grammar.penalty == 1.05
 
 
 def test_an_adapter_of_a_base_in_four_bits_is_refused(tmp_path: Path) -> None:

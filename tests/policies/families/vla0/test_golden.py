@@ -16,15 +16,17 @@ from deft_client.types import ActOptions, Observation
 from deft_policies.base import ActRequest
 from deft_policies.commands import act
 from deft_policies.commands.act import Case, answer_cases
-from deft_policies.decoding import engine
+from deft_policies.decoding.acceptance.numbers import SPACE
 from deft_policies.decoding.clock import StageClock
-from deft_policies.decoding.guard import Choice
+from deft_policies.decoding.methods import find_method
+from deft_policies.decoding.sequence import Sequence as Answer
+from deft_policies.decoding.trace import PassRecord
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.errors import CheckpointError, RequestError
 from deft_policies.families.loading import examine, load_policy, open_model
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
-from deft_policies.families.vla0.model import Vla0
+from deft_policies.families.vla0.model import RepetitionPenalty, Vla0
 from deft_policies.memory import SessionMemory
 from deft_policies.model.formats import Precision, Quantization
 from tests.golden_vla0 import GOLDEN, VARIANTS, cameras, variant
@@ -96,14 +98,10 @@ def test_lossless_writes_sessions_in_few_passes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_guarded_answer_takes_few_passes_where_narrow_ones_pay(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_guarded_answer_takes_few_passes_where_narrow_ones_pay(name: str) -> None:
     """Passes are narrow, in the prefill, too, until old numbers stand one after the other."""
-    choice = Choice("previous-numbers", "a guard chooses by time")
-    monkeypatch.setattr(engine, "_choose", lambda guard, rows: choice)
     policy = load_policy(ModelOptions(checkpoint=str(GOLDEN / name), decoding="lossless"))
-    policy.token_model.target.text_width = 8
+    policy.engine.text_width = 8  # as a warm-up would find
     num_passes, widths = [], []
     for session in variant(name)["sessions"]:
         memory = SessionMemory()
@@ -173,39 +171,56 @@ def test_first_logits_and_what_the_penalty_makes_of_them(name: str) -> None:
     for expected in variant(name)["first_step"]:
         frame = variant(name)["cases"][expected["case"]]
         with torch.inference_mode():
-            prompts = model.see([observe(frame)], StageClock(torch.device("cpu")))
-            root = DraftTree.root_only(prompts.last_tokens)
-            cache_ = model.target.new_cache()
-            cache_.reserve(1, prompts.embeds.shape[1] + 1)
-            logits = model.target.prefill(cache_, 0, prompts, root)[0].logits
+            (prompt,) = model.see([observe(frame)], StageClock(torch.device("cpu")))
+            (logits,) = model.target.logits_along(prompt, 1)
             assert torch.allclose(
-                logits[0, 0, columns], torch.tensor(expected["logits"]), rtol=0, atol=1e-4
+                logits[columns], torch.tensor(expected["logits"]), rtol=0, atol=1e-4
             )
-            if prompts.seen is not None:
-                logits = model.target.penalise(logits, prompts.seen, root)
+            if prompt.grammar is not None:
+                root = DraftTree.of_committed([prompt.last_token])
+                logits = prompt.grammar.adjust(logits[None], answer_of(model), root)[0]
             assert torch.allclose(
-                logits[0, 0, columns], torch.tensor(expected["after_penalty"]), rtol=0, atol=1e-4
+                logits[columns], torch.tensor(expected["after_penalty"]), rtol=0, atol=1e-4
             )
+
+
+def answer_of(model: Vla0, tokens: Sequence[int] = (), num_cached: int = 0) -> Answer:
+    """An answer that has come so far; its prefill is over where it has tokens."""
+    found = Answer(find_method("autoregressive"), model.forms["default"])
+    found.tokens, found.num_cached = list(tokens), num_cached
+    if tokens:
+        root = DraftTree.of_committed([SPACE])
+        found.records = [PassRecord(True, root, [tokens[0]], [0], tokens[0], [])]
+    return found
+
+
+def check_penalty(answer: Answer, tree: DraftTree, came: Sequence[set[int]]) -> None:
+    """Of every node the tokens that came before are less likely, once each, and no others."""
+    torch.manual_seed(0)
+    logits = torch.randn(tree.num_nodes, 12)
+    found = RepetitionPenalty(1.05, frozenset({7})).adjust(logits, answer, tree)
+    for node, path in enumerate(came):
+        for token in range(12):
+            expected = float(logits[node, token])
+            if token in path | {7}:
+                expected = expected / 1.05 if expected > 0 else expected * 1.05
+            assert float(found[node, token]) == pytest.approx(expected, rel=1e-6)
+
+
+PARENTS = [-1, 0, 1, 0, 3]  # 3 4 and 5 3
 
 
 def test_a_node_is_penalised_for_its_own_path_alone() -> None:
-    target = model_of("tied").target
-    tokens = torch.tensor([[10, 3, 4, 5, 3]])
-    parents = torch.tensor([[-1, 0, 1, 0, 3]])  # 3 4 and 5 3
-    real, sources = torch.ones_like(tokens, dtype=torch.bool), torch.zeros_like(tokens)
-    tree = DraftTree(tokens, parents, real, torch.zeros(1, 5), sources)
-    seen = torch.zeros(1, 12, dtype=torch.bool)
-    seen[0, [7, 10]] = True
-    torch.manual_seed(0)
-    logits = torch.randn(1, 5, 12)
-    found = target.penalise(logits, seen, tree)
-    paths = ({10}, {10, 3}, {10, 3, 4}, {10, 5}, {10, 5, 3})
-    for node, path in enumerate(paths):
-        for token in range(12):
-            expected = float(logits[0, node, token])
-            if token in path | {7}:
-                expected = expected / 1.05 if expected > 0 else expected * 1.05
-            assert float(found[0, node, token]) == pytest.approx(expected, rel=1e-6)
+    tree = DraftTree([10, 3, 4, 5, 3], PARENTS, [""] * 5, is_chain=False)
+    paths: list[set[int]] = [{10}, {10, 3}, {10, 3, 4}, {10, 5}, {10, 5, 3}]
+    answer = answer_of(model_of("tied"), [1, 10], num_cached=1)
+    check_penalty(answer, tree, [path | {1} for path in paths])
+
+
+def test_what_rides_in_the_prefill_is_not_penalised_for_the_prompts_last_token() -> None:
+    """That stands for a word which the decoder does not know."""
+    tree = DraftTree([SPACE, 3, 4, 5, 3], PARENTS, [""] * 5, is_chain=False)
+    check_penalty(answer_of(model_of("tied")), tree, [set(), {3}, {3, 4}, {5}, {5, 3}])
 
 
 @pytest.mark.long(seconds=20)

@@ -1,0 +1,373 @@
+"""A GPU's passes: fixed shapes over memory that never moves, captured once and replayed.
+
+Only passes and prefills are captured, by (rows, width) and by (prompt length, riders). All of them
+read one set of numbers and write one set of scores, sized for the largest. Row r of a pass is slot
+r of the cache; rows without an answer, and those that sit a round out, write behind the last
+position that an answer can have.
+
+Answers whose trees have at most 8 nodes share a pass, whatever their methods; wider ones share
+another. So a round has two passes at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from deft_policies.decoding.sampling import first_maximum
+from deft_policies.decoding.tree import DraftTree
+from deft_policies.model.fused_attention import FusedAttention
+from deft_policies.model.graphs import Reserve, StepRunner
+from deft_policies.model.kv_cache import (
+    CacheWindow,
+    KVCache,
+    prefill_layout,
+    prefill_mask,
+    tree_mask,
+    tree_positions,
+)
+from deft_policies.model.llama import Attention, LlamaDecoder, added_mask, take_rows
+from deft_policies.model.passes import LlamaPasses
+from deft_policies.model.sizes import LlamaSizes
+from deft_policies.model.staging import to_device
+
+if TYPE_CHECKING:
+    from deft_policies.decoding.target import PassRow
+
+NARROW = 8  # nodes of a tree that shares a pass with others, at most
+WIDTHS = (1, NARROW, 16, 64, 128)  # nodes of a captured pass; others are padded to the next
+RIDERS = (0, NARROW, 64, 128)  # guesses behind a captured prompt
+_BITS = 64  # of a word of ancestors
+UNREAD = -1  # in place of a token that is still on the device
+# Estimates of what captures take: kernels of a layer, bytes of each, queries of a narrow pass.
+_NODES_OF_LAYER, _BYTES_OF_NODE, _FEW_QUERIES = 11, 10_000, 64
+_OF_ROW = 2  # numbers of a row beside those of its nodes: node 0's position, and whose it is
+
+
+def bucket(width: int, widths: Items[int] = WIDTHS) -> int:
+    """The captured width that one of so many nodes is padded to."""
+    return next(one for one in widths if one >= width)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is captured: a pass, or a prefill where `length` is not 0."""
+
+    rows: int
+    width: int
+    length: int = 0
+    keeps_hidden: bool = False  # of the prompt
+
+
+def shapes_of(reserve: Reserve, widest: int, keeps_hidden: bool) -> list[Shape]:
+    """Everything that is captured for trees of up to `widest` nodes.
+
+    A head reads the hidden states of prompts. Without one a rule may, which is rare: its prefills
+    are captured with the most riders alone.
+    """
+    widths = [one for one in WIDTHS if one <= bucket(widest)]
+    passes = [Shape(rows, width) for rows in reserve.batches for width in widths]
+    riders = [one for one in RIDERS if one <= bucket(widest, RIDERS)]
+    prefills = [
+        Shape(1, 1 + num, length, keeps_hidden) for length in reserve.lengths for num in riders
+    ]
+    if not keeps_hidden:
+        prefills += [Shape(1, 1 + riders[-1], length, True) for length in reserve.lengths]
+    return [*passes, *prefills]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How much memory captured passes have, for answers of up to `num_tokens` tokens."""
+
+    reserve: Reserve
+    widest: int
+    num_tokens: int
+
+    @property
+    def num_slots(self) -> int:
+        """Answers at a time."""
+        return self.reserve.batches[0]
+
+    @property
+    def longest(self) -> int:
+        """Positions of an answer with its prompt and a tree behind it."""
+        return self.reserve.lengths[-1] + self.num_tokens + bucket(self.widest)
+
+    @property
+    def num_positions(self) -> int:
+        """Of a slot: behind the longest answer rows write that have none."""
+        return self.longest + bucket(self.widest)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes whose scores are kept, of a narrow and a wide pass."""
+        return (NARROW + bucket(self.widest)) * self.num_slots
+
+    def bytes_of(self, sizes: LlamaSizes, itemsize: int, num_graphs: int) -> dict[str, int]:
+        """What is set aside beside weights of `itemsize` bytes a number, by what it is for."""
+        token = 2 * sizes.num_layers * sizes.num_kv_heads * sizes.head_dim * itemsize
+        scores = sizes.vocabulary * 4 + sizes.width * itemsize + 20
+        prompts = 2 * self.num_positions * sizes.width * itemsize
+        widest = max(self.longest, self.num_nodes)
+        inner = (sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_dim
+        of_token = itemsize * (4 * sizes.width + 2 * inner + 3 * sizes.mlp_width)
+        # The attention's partial sums are float64, in up to eight parts where queries are few.
+        sums = 8 * 8 * _FEW_QUERIES * sizes.num_heads * sizes.head_dim
+        nodes = num_graphs * _NODES_OF_LAYER * sizes.num_layers * _BYTES_OF_NODE
+        return {
+            "keys and values": (self.num_slots + 1) * self.num_positions * token,
+            "scores": self.num_nodes * scores + prompts,
+            "workspaces": widest * of_token + sums + self.longest * sizes.vocabulary // 8,
+            "graphs": nodes,
+        }
+
+
+class CapturedPasses:
+    """Runs passes of fixed shapes over one cache."""
+
+    def __init__(
+        self,
+        decoder: LlamaDecoder,
+        passes: LlamaPasses,
+        runner: StepRunner,
+        logits: Callable[[Tensor], Tensor],
+        cache: KVCache,
+        widest: int,
+        num_tokens: int,
+    ) -> None:
+        """Set everything aside: `num_tokens` is what an answer may have at most."""
+        assert runner.reserve is not None
+        self._decoder, self._passes, self._runner, self._logits = decoder, passes, runner, logits
+        self.layout = layout = Layout(runner.reserve, widest, num_tokens)
+        self.reserve, self.widest = runner.reserve, bucket(widest)
+        self.cache, self.num_slots = cache, layout.num_slots
+        self._longest = layout.longest
+        cache.fix(self.num_slots + 1, layout.num_positions)  # one slot more, for prefills
+        weight = decoder.embedding.weight
+        num_nodes = layout.num_nodes
+        num_hidden = self.reserve.lengths[-1] + self.widest
+        with torch.inference_mode(False):
+            riders = bucket(self.widest, RIDERS)
+            size = max(
+                self.num_slots * self._size_of_row(self.widest),
+                self._size_of_row(1 + riders) + 2,  # a prefill: its slot, too, and what is two-way
+            )
+            self._numbers = torch.zeros(size, dtype=torch.int64, device=weight.device)
+            self._embeds = weight.new_zeros(self.reserve.lengths[-1], weight.shape[1])
+            self.logits = torch.zeros(num_nodes, decoder.sizes.vocabulary, device=weight.device)
+            self.hidden = weight.new_zeros(num_nodes, weight.shape[1])
+            self.prompt = weight.new_zeros(num_hidden, weight.shape[1])  # hidden states
+            self.best = torch.zeros(num_nodes, dtype=torch.int64, device=weight.device)
+            self.sums = torch.zeros(num_nodes, device=weight.device)
+            self.answers = torch.zeros(num_nodes, dtype=torch.int64, device=weight.device)
+
+    @staticmethod
+    def _words(width: int) -> int:
+        return -(-width // _BITS)
+
+    def _size_of_row(self, width: int) -> int:
+        return _OF_ROW + width * (2 + self._words(width))
+
+    def run_passes(self, rows: Items[PassRow]) -> list[int]:
+        """Run a round; where node 0 of each row lies in the scores."""
+        narrow = [row for row in rows if row.tree.num_nodes <= NARROW]
+        wide = [row for row in rows if row.tree.num_nodes > NARROW]
+        first: dict[int, int] = {}
+        for some, at in ((narrow, 0), (wide, NARROW * self.num_slots)):
+            if some:
+                width = bucket(max(row.tree.num_nodes for row in some))
+                self._run_pass(some, width, at)
+                first |= {row.slot: at + row.slot * width for row in some}
+        return [first[row.slot] for row in rows]
+
+    def _run_pass(self, rows: Items[PassRow], width: int, at: int) -> None:
+        num_rows = bucket(1 + max(row.slot for row in rows), self.reserve.batches[::-1])
+        by_slot = {row.slot: row for row in rows}
+        behind = self._longest  # where rows without an answer write
+        blank = DraftTree.of_committed([0])
+        numbers: list[int] = []
+        for slot in range(num_rows):
+            row = by_slot.get(slot)
+            if row is None:
+                numbers += self._encode(behind, 0, blank, width, -behind)
+            else:
+                numbers += self._encode(row.start, row.number, row.tree, width)
+        self._upload(numbers)
+        key = Shape(num_rows, width)
+        self._runner.run((self, key, at), lambda: self._pass(num_rows, width, at), ())
+
+    def _encode(
+        self, start: int, number: int, tree: DraftTree, width: int, offset: int = 0
+    ) -> list[int]:
+        """The numbers of a row. Nodes that pad it see node 0 and themselves."""
+        depths, ancestors = list[int](), list[int]()
+        for node, parent in enumerate(tree.parents):
+            depths.append(depths[parent] + 1 if node else 0)
+            ancestors.append((ancestors[parent] if node else 0) | 1 << node)
+        missing = range(tree.num_nodes, width)
+        tokens = [*tree.tokens, *(0 for _ in missing)]
+        depths = [offset + one for one in (*depths, *(1 for _ in missing))]
+        ancestors += [1 | 1 << node for node in missing]
+        words = [
+            _signed(one >> _BITS * word) for one in ancestors for word in range(self._words(width))
+        ]
+        return [start, number, *tokens, *depths, *words]
+
+    def _upload(self, numbers: list[int]) -> None:
+        self._numbers[: len(numbers)].copy_(
+            to_device(numbers, self._numbers.device, torch.int64), non_blocking=True
+        )
+
+    def _read_rows(
+        self, num_rows: int, width: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Starts and answers [row], tokens and depths [row, node], ancestors [row, node, node]."""
+        words = self._words(width)
+        size = self._size_of_row(width)
+        numbers = self._numbers[: num_rows * size].view(num_rows, size)
+        sizes = [1, 1, width, width, width * words]
+        starts, answers, tokens, depths, bits = torch.split(numbers, sizes, dim=1)
+        shifts = torch.arange(_BITS, device=numbers.device)
+        spread = (bits.view(num_rows, width, words, 1) >> shifts) & 1
+        ancestors = spread.flatten(2)[:, :, :width] > 0
+        return starts[:, 0], answers[:, 0], tokens, depths, ancestors
+
+    def _pass(self, num_rows: int, width: int, at: int) -> tuple[()]:
+        """One pass over slots 0 to `num_rows`, whose scores are written from node `at` on."""
+        starts, answers, tokens, depths, ancestors = self._read_rows(num_rows, width)
+        if width == 1:  # a token that the host has not read is that of the last such pass
+            tokens = torch.where(tokens == UNREAD, self.best[:num_rows, None], tokens)
+        embeds = self._decoder.embedding(tokens)
+        positions = tree_positions(starts, width)
+        seen = tree_mask(starts, ancestors, self.cache.num_positions)
+        attention = self._attention(
+            embeds, starts[:, None] + depths, slice(0, num_rows), positions, seen
+        )
+        hidden = self._passes.run(embeds.flatten(0, 1), attention)
+        here = slice(at, at + num_rows * width)
+        self._write(here, hidden)
+        self.answers[here].view(num_rows, width).copy_(answers[:, None].expand(-1, width))
+        return ()
+
+    def run_prefill(self, row: PassRow) -> Tensor | None:
+        """Run one prompt with its guesses; its scores begin at node 0.
+
+        Returns the hidden states of the prompt where they are kept: the next prefill overwrites
+        them.
+        """
+        assert row.prompt is not None
+        prompt, num_guesses = row.prompt, row.tree.num_nodes - 1
+        length = bucket(prompt.length, self.reserve.lengths)
+        riders = bucket(num_guesses, RIDERS)
+        if row.keeps_hidden and not self.keeps_hidden:
+            riders = bucket(self.widest, RIDERS)
+        numbers = self._encode(prompt.length, row.number, row.tree, 1 + riders)
+        self._upload([*numbers, row.slot, prompt.two_way])
+        self._embeds[: prompt.length].copy_(prompt.embeds)
+        keeps = row.keeps_hidden or self.keeps_hidden
+        key = Shape(1, 1 + riders, length, keeps)
+        self._runner.run((self, key), lambda: self._prefill(length, riders, keeps), ())
+        return self.prompt[: prompt.length] if keeps else None
+
+    keeps_hidden = False  # whether every prefill keeps the hidden states of its prompt
+
+    def _prefill(self, length: int, riders: int, keeps_hidden: bool) -> tuple[()]:
+        """A prompt of up to `length` positions, computed in a slot of its own and then copied."""
+        width = 1 + riders
+        lengths, answers, tokens, depths, ancestors = self._read_rows(1, width)
+        behind = self._size_of_row(width)
+        slot, two_way = self._numbers[behind : behind + 2]
+        embeds = self._embeds[None, :length]
+        sources, positions, nodes = prefill_layout(lengths, depths, length)
+        if riders:
+            embeds = torch.cat((embeds, self._decoder.embedding(tokens[:, 1:])), dim=1)
+            embeds = take_rows(embeds, sources)
+        num_places = length + riders
+        seen = prefill_mask(nodes, ancestors, num_places, two_way[None])
+        places = torch.arange(num_places, device=embeds.device)[None]
+        spare = slice(self.num_slots, self.num_slots + 1)
+        attention = self._attention(embeds, positions, spare, places, seen)
+        last = None if keeps_hidden else attention.of_rows_out(nodes)
+        hidden = self._passes.run(embeds.flatten(0, 1), attention, last)
+        if keeps_hidden:
+            self.prompt[:num_places].copy_(hidden)
+            hidden = hidden[nodes[0]]
+        self._write(slice(0, width), hidden)
+        self.answers[:width].copy_(answers.expand(width))
+        flat, own = self.cache.flat, self.num_slots * self.cache.num_positions
+        targets = slot * self.cache.num_positions + places[0]
+        flat[:, :own].index_copy_(1, targets, flat[:, own : own + num_places])
+        return ()
+
+    def _attention(
+        self, embeds: Tensor, positions: Tensor, slots: slice, places: Tensor, seen: Tensor
+    ) -> FusedAttention | Attention:
+        """Of tokens at rotary `positions` that are written to `places`, both [row, token]."""
+        sizes, cache = self._decoder.sizes, self.cache
+        rotation = self._decoder.rotary(positions, embeds)
+        rows = torch.arange(slots.start, slots.stop, device=places.device)[:, None]
+        index = (rows * cache.num_positions + places).flatten()
+        kernels = self._decoder.kernels
+        if kernels is not None:
+            return FusedAttention.of(sizes, kernels, rotation, cache.data, slots, index, seen)
+        read = seen.shape[3]
+        strips = cache.data[:, slots, :read].transpose(2, 3)
+        window = CacheWindow(
+            targets=cache.flat.unbind(0),
+            keys=strips[:, :, : sizes.num_kv_heads].unbind(0),
+            values=strips[:, :, sizes.num_kv_heads :].unbind(0),
+            index=index,
+        )
+        mask = added_mask(seen, embeds.dtype)
+        cos, sin = rotation
+        return Attention(sizes, cos, sin, mask, window=window)
+
+    def _write(self, here: slice, hidden: Tensor) -> None:
+        """Write the scores of nodes."""
+        logits = self._logits(hidden)
+        self.hidden[here].copy_(hidden)
+        self.logits[here].copy_(logits)
+        self.best[here].copy_(first_maximum(logits))
+        self.sums[here].copy_(logits.sum(dim=1))
+
+    def capture(self) -> None:
+        """Capture every pass and prefill, none of which anybody waits for."""
+        shapes = shapes_of(self.reserve, self.widest, self.keeps_hidden)
+        for shape in shapes:
+            self._numbers.zero_()
+            if shape.length:
+                tree = DraftTree.of_committed([0])
+                numbers = self._encode(shape.length, 0, tree, shape.width)
+                self._upload([*numbers, 0, 0])
+                key: Hashable = (self, shape)
+                length, riders, keeps = shape.length, shape.width - 1, shape.keeps_hidden
+                self._runner.run(key, _prefill_step(self, length, riders, keeps), ())
+                continue
+            blank = DraftTree.of_committed([0])
+            one = self._encode(self._longest, 0, blank, shape.width, -self._longest)
+            self._upload(one * shape.rows)
+            at = 0 if shape.width <= NARROW else NARROW * self.num_slots
+            key = (self, shape, at)
+            self._runner.run(key, _pass_step(self, shape.rows, shape.width, at), ())
+
+
+def _pass_step(passes: CapturedPasses, rows: int, width: int, at: int) -> Callable[[], tuple[()]]:
+    return lambda: passes._pass(rows, width, at)
+
+
+def _prefill_step(
+    passes: CapturedPasses, length: int, riders: int, keeps: bool
+) -> Callable[[], tuple[()]]:
+    return lambda: passes._prefill(length, riders, keeps)
+
+
+def _signed(word: int) -> int:
+    """The low 64 bits as a signed number."""
+    word &= (1 << _BITS) - 1
+    return word - (1 << _BITS) if word >> (_BITS - 1) else word

@@ -1,0 +1,67 @@
+"""Leviathan's ratio test, for drafts that were drawn from known odds."""
+
+import torch
+from torch import Tensor
+
+from deft_policies.decoding.sampling import (
+    ANSWER,
+    COIN,
+    MOST_TRIES,
+    exponential,
+    target_odds,
+    uniform,
+)
+from deft_policies.decoding.sequence import Sequence
+from deft_policies.decoding.tree import DraftTree
+from deft_policies.model.staging import to_device
+
+
+def ratio_test(sequence: Sequence, tree: DraftTree, logits: Tensor) -> Tensor:
+    """The last node to commit and the bonus, [2].
+
+    Walk down from the root. A draft stands with probability min(1, odds / q); `odds` begin as the
+    target's p. One that falls leaves max(0, odds - q) / Z to judge its next sibling by, or to draw
+    the bonus from. So the tokens have exactly the target's distribution, in trees as in chains. A
+    stop token that stands is the bonus.
+
+    No step reads from the device: whatever happens there is a tensor of one number.
+    """
+    q, temperature, device = tree.odds, sequence.method.temperature, logits.device
+    assert q is not None
+    p = target_odds(logits, temperature)
+    keys = to_device([sequence.noise_key], device, torch.int64)
+    at = torch.full((), tree.root, device=device)
+    depth, tries = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
+    ended = torch.zeros((), dtype=torch.bool, device=device)
+    odds, depths = p[tree.root], tree.depths()
+    for node in range(tree.root + 1, tree.num_nodes):
+        token, drawn_by = tree.tokens[node], q[node - tree.root - 1]
+        places = (sequence.count + depth).view(1, 1)
+        coins = uniform(keys, COIN, places, MOST_TRIES).float()[0, 0]
+        coin = coins.gather(0, tries.clamp(max=MOST_TRIES - 1)[None])[0]
+        is_judged = depths[node] - tree.root <= sequence.num_missing
+        asked = (at == tree.parents[node]) & (tries < MOST_TRIES) & ~ended & is_judged
+        stands = asked & (coin * drawn_by[token] < odds[token])
+        if token == sequence.spec.stop:
+            only = torch.zeros_like(odds)
+            only[token] = 1.0
+            odds = torch.where(stands, only, odds)
+            ended = ended | stands
+            stands = torch.zeros_like(stands)
+        left = _without_draft(odds, drawn_by)
+        odds = torch.where(asked & ~stands & ~ended, left, odds)
+        odds = torch.where(stands, p[node], odds)
+        at = torch.where(stands, node, at)
+        depth = depth + stands
+        tries = torch.where(stands, 0, tries + asked)
+    noise = exponential(keys, ANSWER, (sequence.count + depth).view(1, 1), p.shape[1])[0, 0]
+    bonus = (odds / noise).argmax()
+    return torch.stack((at, bonus))
+
+
+def _without_draft(odds: Tensor, q: Tensor) -> Tensor:
+    """What is left of the target's odds when a draft drawn by q has fallen, [token]."""
+    residual = (odds - q).clamp(min=0)
+    mass = residual.sum()
+    # Rounding can leave nothing of a residual whose mass is next to nothing; the odds are as good.
+    return torch.where(mass > 0, residual / mass, odds)

@@ -1,0 +1,194 @@
+"""The one read of a round: what the host wants to know of a pass, by answer and node.
+
+Whatever rules need of logits and hidden states is computed on the device before; everything then
+comes to the host in one copy.
+"""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from deft_policies.decoding.acceptance.rule import DeviceRule, ScoredNodes, TreeRule
+from deft_policies.decoding.plugins import ask_rule
+from deft_policies.decoding.ratio_test import ratio_test
+from deft_policies.decoding.sampling import (
+    ANSWER,
+    exponential,
+    first_maximum,
+    target_odds,
+    top_gap,
+)
+from deft_policies.decoding.sequence import Found, Sequence
+from deft_policies.decoding.target import Scores
+from deft_policies.decoding.tree import DraftTree
+from deft_policies.errors import PolicyError
+from deft_policies.model.staging import to_device
+
+
+@dataclass
+class _Columns:
+    """Numbers of the device that are read together, float64; token ids are exact in it."""
+
+    parts: list[Tensor] = field(default_factory=list)
+    size: int = 0
+
+    def add(self, values: Tensor) -> slice:
+        """Have values [number] read; where they will be."""
+        first, self.size = self.size, self.size + len(values)
+        self.parts.append(values.double())
+        return slice(first, self.size)
+
+    def copied(self) -> "_Copy":
+        """All of them, on their way to the host."""
+        return _Copy(torch.cat(self.parts))
+
+
+class _Copy:
+    """Numbers on their way to the host, which need not wait for what is queued behind them."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if numbers.is_cuda:
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+        else:
+            self._numbers = numbers
+
+    def read(self) -> list[float]:
+        """Wait for the copy alone."""
+        if self._event is not None:
+            self._event.synchronize()
+        found: list[float] = self._numbers.tolist()
+        return found
+
+
+@dataclass
+class _Places:
+    """Where the numbers of one answer are among those that are read."""
+
+    greedy: slice
+    sums: slice
+    answer: int
+    drawn: slice | None = None
+    gaps: slice | None = None
+    measured: slice | None = None
+    chosen: slice | None = None
+
+
+class Reading:
+    """What the target says of every answer's tree, on its way to the host."""
+
+    def __init__(
+        self,
+        sequences: Items[Sequence],
+        trees: Items[DraftTree],
+        scores: Scores,
+    ) -> None:
+        nodes = [scores.nodes(row, tree) for row, tree in enumerate(trees)]
+        for sequence, tree, here in zip(sequences, trees, nodes, strict=True):
+            if sequence.grammar is not None:
+                logits = sequence.grammar.adjust(scores.logits[here], sequence, tree)
+                scores.logits[here], scores.best[here] = logits, first_maximum(logits)
+        columns = _Columns()
+        of_best, of_sums = columns.add(scores.best).start, columns.add(scores.sums).start
+        of_answers = columns.add(scores.answers).start
+        self._places = []
+        for sequence, tree, here in zip(sequences, trees, nodes, strict=True):
+            first, stop = here.start, here.stop
+            place = _Places(
+                slice(of_best + first, of_best + stop),
+                slice(of_sums + first, of_sums + stop),
+                of_answers + first,
+            )
+            logits = scores.logits[here]
+            if sequence.method.temperature > 0.0:
+                place.drawn = columns.add(draw_tokens(sequence, tree, logits))
+                if tree.odds is not None:
+                    place.chosen = columns.add(ratio_test(sequence, tree, logits))
+            if sequence.wants_margins:
+                place.gaps = columns.add(top_gap(logits, scores.best[here]))
+            rule = sequence.method.rule
+            if tree.has_guesses and isinstance(rule, (DeviceRule, TreeRule)):
+                hidden, greedy = scores.hidden[here], scores.best[here]
+                found = measure(rule, sequence, tree, logits, hidden, greedy)
+                place.measured = None if found is None else columns.add(found)
+            self._places.append(place)
+        self._copy = columns.copied()
+
+    def finish(self) -> list[Found]:
+        """Wait for it; what was found of each answer."""
+        numbers = self._copy.read()
+
+        def ints(where: slice) -> list[int]:
+            return list(map(int, numbers[where]))
+
+        return [
+            Found(
+                answer=int(numbers[one.answer]),
+                predictions=ints(one.drawn or one.greedy),
+                greedy=ints(one.greedy),
+                is_finite=all(value - value == 0 for value in numbers[one.sums]),
+                gaps=numbers[one.gaps] if one.gaps else [],
+                judged=numbers[one.measured] if one.measured else [],
+                chosen=_pair(ints(one.chosen)) if one.chosen else None,
+            )
+            for one in self._places
+        ]
+
+
+def _pair(numbers: list[int]) -> tuple[int, int]:
+    node, bonus = numbers
+    return node, bonus
+
+
+def draw_tokens(sequence: Sequence, tree: DraftTree, logits: Tensor) -> Tensor:
+    """The target's token after each node, [node], drawn at the method's temperature.
+
+    The maximum of p / E over the vocabulary is an exact draw from p. The exponential noise E is a
+    hash of the answer's key and of the token's position, so the draw is the same whatever was
+    drafted.
+    """
+    odds = target_odds(logits, sequence.method.temperature)[None]
+    keys = to_device([sequence.noise_key], logits.device, torch.int64)
+    places = [sequence.count + depth - tree.root for depth in tree.depths()]
+    numbers = to_device([places], logits.device, torch.int64)
+    noise = exponential(keys, ANSWER, numbers, odds.shape[2])
+    return (odds / noise).argmax(dim=2)[0]
+
+
+def measure(
+    rule: DeviceRule | TreeRule,
+    sequence: Sequence,
+    tree: DraftTree,
+    logits: Tensor,
+    hidden: Tensor,
+    greedy: Tensor,
+) -> Tensor | None:
+    """What a rule that needs logits or hidden states says of each node; None: it asks nothing."""
+    device = greedy.device
+    parents = to_device([max(one, 0) for one in tree.parents], device, torch.int64)
+    scored = ScoredNodes(
+        drafted=to_device(tree.tokens, device, torch.int64),
+        expected=greedy[parents],
+        parents=parents,
+        logits=logits,
+        hidden=hidden,
+        action_tokens=sequence.action_tokens,
+        patches=sequence.patches,
+    )
+    if isinstance(rule, TreeRule):
+        return ask_rule(rule, lambda: rule.measure(scored))
+    return ask_rule(rule, lambda: _checked(rule.accepts(scored), tree.num_nodes))
+
+
+def _checked(answer: Tensor, num_nodes: int) -> Tensor:
+    if answer.dtype != torch.bool or answer.shape != (num_nodes,):
+        raise PolicyError(
+            f"accepts must answer bool [node], here [{num_nodes}], got {answer.dtype} "
+            f"{list(answer.shape)}"
+        )
+    return answer

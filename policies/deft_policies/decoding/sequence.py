@@ -1,0 +1,274 @@
+"""An answer on the host: what was asked, what has been decoded, and what happened in each pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from deft_client.types import DecodeTrace
+from deft_policies.decoding.acceptance.numbers import WrittenNumbers, drift_of_steps
+from deft_policies.decoding.acceptance.rule import ActionSpace
+from deft_policies.decoding.guard import Choice, Guard
+from deft_policies.decoding.methods import Method
+from deft_policies.decoding.plan import TreeShape
+from deft_policies.decoding.trace import PassRecord, PassTraces
+from deft_policies.decoding.tree import DraftTree
+from deft_policies.errors import MixedAnswersError
+from deft_policies.memory import SessionMemory
+from deft_policies.model.sizes import TokenRange
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from deft_policies.decoding.drafts import DraftSource
+    from deft_policies.decoding.target import Grammar, Prompt
+
+_NUMBERS = count(1)  # of answers; 0 is nobody's
+
+
+@dataclass(frozen=True)
+class AnswerSpec:
+    """What an answer is: how many tokens at most, what ends it, where its actions are.
+
+    With a `space` and no stop token an answer is one action, exactly `max_tokens` long. With a stop
+    token it is text that may hold action tokens; those that follow each other are one action, and
+    they alone are ever relaxed. Without a space nothing is. Text of rows of numbers has the space
+    of a row, number by number.
+    `ids` are what tokens are called outside, where the decoder knows none but those of answers.
+    """
+
+    max_tokens: int
+    stop: int | None = None
+    space: ActionSpace | None = None
+    ids: tuple[int, ...] = ()
+
+    @staticmethod
+    def action(space: ActionSpace) -> AnswerSpec:
+        """One action, as OpenVLA answers."""
+        return AnswerSpec(space.length, None, space)
+
+    @property
+    def action_length(self) -> int:
+        """Tokens of one action, at least one."""
+        return 1 if self.space is None else self.space.length
+
+    def name(self, tokens: Items[int]) -> tuple[int, ...]:
+        """Tokens as they are called outside."""
+        return tuple(self.ids[one] for one in tokens) if self.ids else tuple(tokens)
+
+    @property
+    def numbers_in_row(self) -> int:
+        """Numbers of an action that is written as text; 0 where none is."""
+        return self.space.length if self.space and self.space.largest_number else 0
+
+    @property
+    def is_action(self) -> bool:
+        """Whether the answer is an action from its first token to its last."""
+        return self.stop is None and self.space is not None
+
+
+@dataclass
+class LastPass:
+    """The last pass of an answer: its tree, what the target said, and what was accepted."""
+
+    tree: DraftTree
+    predictions: list[int]  # the target's token after each node
+    path: list[int]  # nodes kept, from node 0 on
+    accepted: int  # guesses among them
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One answer: the request first, then what decoding fills in. The host owns all of it."""
+
+    method: Method
+    spec: AnswerSpec
+    memory: SessionMemory = field(default_factory=SessionMemory)
+    wants_margins: bool = False
+    wants_log_probs: bool = False
+    executed_steps: int | None = None  # of the last answer; None: as many as before
+    number: int = field(default_factory=lambda: next(_NUMBERS))  # no two answers have the same
+
+    # Set by the engine.
+    action_tokens: TokenRange = TokenRange(0, -1)  # of the target
+    prompt: Prompt | None = None  # until its prefill; None afterwards
+    grammar: Grammar | None = None
+    slot: int = -1  # in the cache; -1 before the prefill and after the end
+    num_prompt: int = 0  # positions of its prompt
+    limit: int = 0  # tokens that are decoded at most: a loop may look at some behind an action
+    noise_key: int = 0  # of the random numbers it draws
+    choice: Choice = Choice("")  # the plan
+    shape: TreeShape = TreeShape()  # of trees that a model grows
+    guard: Guard | None = None  # which learns from it
+    prefill_sources: list[DraftSource] = field(default_factory=list)
+    round_sources: list[DraftSource] = field(default_factory=list)
+    notes: dict[str, Any] = field(default_factory=dict)  # what a source remembers of it, by kind
+
+    # Filled in by passes.
+    tokens: list[int] = field(default_factory=list)
+    target_tokens: list[int] = field(default_factory=list)  # greedy, given what stands before each
+    num_cached: int = 0  # tokens whose keys and values are in the cache
+    num_unread: int = 0  # tokens that are decoded, and not yet read from the device
+    last: LastPass | None = None
+    patches: Tensor | None = None  # [patch, width], hidden states; where the rule needs them
+    records: list[PassRecord] = field(default_factory=list)  # of its passes, the prefill's first
+    margins: list[float] = field(default_factory=list)
+    log_probs: tuple[float, ...] = ()
+    is_done: bool = False
+    is_finite: bool = True
+    trace: DecodeTrace | None = None
+
+    @property
+    def sources(self) -> tuple[DraftSource, ...]:
+        """Whatever drafts for it."""
+        return tuple(dict.fromkeys((*self.prefill_sources, *self.round_sources)))
+
+    @property
+    def count(self) -> int:
+        """Tokens that are decoded, read or not."""
+        return len(self.tokens) + self.num_unread
+
+    @property
+    def num_missing(self) -> int:
+        """How deep a guess may be: the last token needs none, because it is a bonus."""
+        return self.limit - 1 - self.count
+
+    @property
+    def num_passes(self) -> int:
+        """Target passes so far, the prefill included."""
+        return len(self.records)
+
+    @property
+    def past(self) -> tuple[tuple[int, ...], ...]:
+        """The session's last actions, the target's own tokens, the newest last.
+
+        None where the session remembers actions of another length.
+        """
+        own = self.memory.own
+        is_alike = self.spec.is_action and bool(own) and len(own[-1]) == self.spec.max_tokens
+        return own if is_alike else ()
+
+    @property
+    def action_space(self) -> ActionSpace:
+        """What the positions of an action mean; bins where nobody knows."""
+        return self.spec.space or ActionSpace.in_bins(self.spec.action_length)
+
+    def is_bin(self, token: int) -> bool:
+        """Whether it is an action token."""
+        return self.action_tokens.first <= token <= self.action_tokens.last
+
+    @property
+    def num_action_tokens(self) -> int:
+        """Tokens of the action that the last token belongs to; 0 behind other text."""
+        if self.spec.is_action:
+            return self.count
+        others = (back for back, one in enumerate(reversed(self.tokens)) if not self.is_bin(one))
+        return next(others, len(self.tokens))
+
+    def spent(self, num_tokens: int) -> list[int]:
+        """How far the last tokens are from the target's own: executed minus own, in bins."""
+        last = slice(len(self.tokens) - num_tokens, None)
+        pairs = zip(self.tokens[last], self.target_tokens[last], strict=True)
+        return [executed - own for executed, own in pairs]
+
+    @property
+    def knows_drift(self) -> bool:
+        """Whether its drift is one of such actions."""
+        return self.spec.space is not None and len(self.memory.drift) == self.spec.action_length
+
+    @property
+    def num_executed(self) -> int:
+        """Steps of the last answer that the robot has executed."""
+        known = self.executed_steps
+        return self.memory.executed_steps if known is None else known
+
+    @cached_property
+    def drift(self) -> tuple[float, ...]:
+        """[position], executed minus the target's own over past steps, in bins.
+
+        Of numbers: of the session, and of the steps of its last answer that were executed.
+        """
+        assert self.spec.space is not None
+        known = self.memory.drift if self.knows_drift else (0.0,) * self.spec.space.length
+        if not self.spec.numbers_in_row or not self.memory.target_answer:
+            return known
+        last = (self.memory.answer, self.memory.target_answer)
+        written = WrittenNumbers(*last, self.spec.space, known)
+        return drift_of_steps(written, self.num_executed)
+
+    def commit(
+        self, tree: DraftTree, path: list[int], bonus: int, found: Found, record: PassRecord
+    ) -> None:
+        """Take in a pass: guesses of the path, and the target's token after them.
+
+        `path` holds nodes from node 0 on. Raises `MixedAnswersError` if the pass was of another
+        answer.
+        """
+        if found.answer != self.number:
+            raise MixedAnswersError(
+                f"a pass of answer {found.answer} was read from slot {self.slot}, where answer "
+                f"{self.number} was expected; nothing of this round is used"
+            )
+        kept = path[tree.root :]
+        self.tokens += [tree.tokens[node] for node in kept[1:]]
+        self.tokens.append(bonus)
+        self.target_tokens += [found.greedy[node] for node in kept]
+        self.margins += [found.gaps[node] for node in kept] if found.gaps else []
+        self.num_cached += len(path) - record.is_prefill  # a prefill's node 0 is the prompt's
+        self.last = LastPass(tree, found.predictions, path, len(kept) - 1)
+        self.is_finite = self.is_finite and found.is_finite
+        self.records.append(record)
+        self.is_done = self._has_ended()
+
+    def _has_ended(self) -> bool:
+        has_stopped = self.spec.stop is not None and self.tokens[-1] == self.spec.stop
+        return has_stopped or not self.is_finite or len(self.tokens) >= self.limit
+
+    def extend(self, forced: Items[int]) -> None:
+        """Commit tokens that a grammar forces: the next pass caches them."""
+        for token in forced[: self.limit - len(self.tokens)]:
+            self.tokens.append(token)
+            self.target_tokens.append(token)
+            self.margins += [0.0] * self.wants_margins
+            self.is_done = self._has_ended()
+
+    def finish(self) -> None:
+        """Make the trace, and the memory that the session goes on with."""
+        kept = slice(self.spec.max_tokens)
+        self.tokens, self.target_tokens = self.tokens[kept], self.target_tokens[kept]
+        tokens, target_tokens = tuple(self.tokens), tuple(self.target_tokens)
+        if self.spec.is_action:
+            leak = self.method.rule.drift_leak
+            self.memory = self.memory.after_action(tokens, target_tokens, leak)
+        elif self.spec.numbers_in_row:
+            known = target_tokens, self.drift, self.num_executed  # of the answer before this one
+            self.memory = self.memory.after_text(tokens).after_numbers(*known)
+        else:
+            self.memory = self.memory.after_text(tokens)
+        drafts = any(plan.kinds for plan in self.method.plans)
+        self.trace = DecodeTrace(
+            method=self.method.name,
+            tokens=self.spec.name(tokens),
+            predicted=self.spec.name(target_tokens),
+            margins=tuple(self.margins[kept]),
+            passes=PassTraces(self.records, self.spec.name),
+            guard=self.choice.reason,
+            rule=str(self.method.rule) if drafts else "",
+            plan=self.choice.plan,
+        )
+
+
+@dataclass
+class Found:
+    """What the host reads of one answer's pass, by node."""
+
+    answer: int  # whose pass it was: `Sequence.number`
+    predictions: list[int]  # the target's token: greedy, or drawn
+    greedy: list[int]
+    is_finite: bool
+    gaps: list[float] = field(default_factory=list)  # between the two largest logits, if wanted
+    judged: list[float] = field(default_factory=list)  # what a device rule says of each node
+    chosen: tuple[int, int] | None = None  # node and bonus, where a device rule has chosen them
