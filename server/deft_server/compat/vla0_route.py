@@ -4,7 +4,8 @@ Rows are in the order of the plain endpoint. Of the stream each leaves once its 
 committed. All are rows of one answer: a stream whose answer fails after its first row, or is begun
 anew and turns out another, ends with a line that says why, and the connection breaks off. VLA-0's
 clients skip lines without a row, but raise where a body has no end. They know no sessions, so that
-a caller's address and key stand for one. Other errors are problems with a status, as everywhere.
+a caller's address and key stand for one, as long as it has one frame in hand: several robots may
+share an address. Other errors are problems with a status, as everywhere.
 """
 
 import asyncio
@@ -40,17 +41,19 @@ from deft_server.http.problems import describe
 from deft_server.http.routes import PlainRoute
 from deft_server.http.watches import CallerWatch
 from deft_server.serving.service import Service
+from deft_server.serving.sessions import flow_of
 
 PATH = "/predict_base64"
 
 
 def build_vla0_routes(service: Service) -> list[PlainRoute]:
     """Return the two routes around a service."""
+    in_hand: set[str] = set()  # the flows of sessions whose frame is being answered
 
     async def predict(request: Request) -> Response:
         """Answer a client of VLA-0; see docs/protocols.md."""
         body = await read_body(request.receive)
-        work = _answered(service, request, body, time.monotonic())
+        work = _answered(service, in_hand, request, body, time.monotonic())
         chunk = await CallerWatch(request.receive).run(work)
         return Response(encode_actions(chunk), media_type="application/json")
 
@@ -58,7 +61,8 @@ def build_vla0_routes(service: Service) -> list[PlainRoute]:
         """Answer a client of VLA-0 row by row; see docs/protocols.md."""
         body = await read_body(request.receive)
         arrived_s = time.monotonic()
-        return _RowStream(partial(_answered, service, request, body, arrived_s), arrived_s)
+        answer = partial(_answered, service, in_hand, request, body, arrived_s)
+        return _RowStream(answer, arrived_s)
 
     return [
         PlainRoute(PATH, predict, methods=["POST"]),
@@ -68,6 +72,7 @@ def build_vla0_routes(service: Service) -> list[PlainRoute]:
 
 async def _answered(
     service: Service,
+    in_hand: set[str],
     request: Request,
     body: bytes,
     arrived_s: float,
@@ -78,8 +83,18 @@ async def _answered(
     hold = exchange_of(request.scope).hold
     context = ReadContext(service.settings.wire_limits, hold=hold)
     message = await service.threads.run(partial(_decode, body, context))
-    options = replace(message.options, session_id=f"vla0-{caller.address}")
-    return await service.act(message.observation, options, caller, arrived_s, on_actions)
+    session_id = f"vla0-{caller.address}"
+    flow = flow_of(caller.name, session_id)
+    if flow in in_hand:  # another robot's, maybe; in a session the newer frame would replace it
+        return await service.act(
+            message.observation, message.options, caller, arrived_s, on_actions
+        )
+    in_hand.add(flow)
+    try:
+        options = replace(message.options, session_id=session_id)
+        return await service.act(message.observation, options, caller, arrived_s, on_actions)
+    finally:
+        in_hand.remove(flow)
 
 
 class _AnotherAnswerError(PolicyFailedError):

@@ -3,7 +3,9 @@
 import base64
 import json
 import threading
+import time
 from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from io import BytesIO
@@ -23,9 +25,10 @@ from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
 from deft_policies.model.formats import Precision
 from deft_server.app import create_app
+from deft_server.settings import Settings
 from tests.golden_vla0 import GOLDEN, cameras, variant
 from tests.server.running import client_of, running
-from tests.standins.policies import PATIENCE_S, RowByRowPolicy
+from tests.standins.policies import PATIENCE_S, FakePolicy, GatedPolicy, RowByRowPolicy
 
 OPTIONS = ModelOptions(checkpoint=str(GOLDEN / "untied"), precision=Precision.FLOAT32)
 FRAMES = [one for one in variant("untied")["cases"] if one["valid"]]
@@ -188,6 +191,38 @@ def test_a_stream_never_holds_rows_of_two_answers(another: dict[str, Any]) -> No
     assert rows == [{"index": at, "value": [[at] * 7]} for at in range(4)]
     assert end["error"]["type"].endswith("policy-failed")
     assert "rows already sent" in end["error"]["detail"]
+
+
+@pytest.mark.parametrize("path", ["/predict_base64", "/predict_base64_stream"])
+def test_robots_behind_one_address_are_answered_in_turn(path: str) -> None:
+    """Once the newest frame of an address took the place of those that waited: 409."""
+    policy = GatedPolicy()
+    body = {
+        "base64_rgb": [npy(np.zeros((4, 4, 3), np.uint8))],
+        "state": [0.0] * 6,
+        "instr": "stack",
+    }
+    app = create_app(policy, Settings(max_batch=1))
+    with running(app) as address, ThreadPoolExecutor(6) as robots:
+        asked = [
+            robots.submit(httpx.post, f"http://{address}{path}", json=body, timeout=PATIENCE_S)
+            for _ in range(6)
+        ]
+        while len(app.service.scheduler.queue) < 5 and not any(one.done() for one in asked):
+            time.sleep(0.001)
+        policy.gate.set()
+        assert [one.result().status_code for one in asked] == [200] * 6
+
+
+def test_a_robot_alone_keeps_its_memory_from_frame_to_frame() -> None:
+    body = {
+        "base64_rgb": [npy(np.zeros((4, 4, 3), np.uint8))],
+        "state": [0.0] * 6,
+        "instr": "stack",
+    }
+    with client_of(create_app(FakePolicy())) as client:
+        answers = [client.post("/predict_base64", json=body).json()[0][0] for _ in range(3)]
+    assert answers == [1, 2, 3]
 
 
 HUGE = BytesIO()
