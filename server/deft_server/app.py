@@ -11,7 +11,13 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from deft_policies.base import Policy
-from deft_server.compat.act_route import build_config_router, build_peer_act_route
+from deft_server.compat.act_route import (
+    ERRORS_HEADER,
+    REASON_HEADER,
+    SESSION_HEADER,
+    build_config_router,
+    build_peer_act_route,
+)
 from deft_server.compat.profiles import conventions
 from deft_server.compat.socket_route import build_socket_routes
 from deft_server.compat.vla0_route import build_vla0_routes
@@ -102,12 +108,19 @@ def create_app(
     ):
         app.include_router(router)
     app.add_exception_handler(HTTPException, answer_http_exception)
-    if settings.cors_origins:
+    app.add_middleware(Gate, service=service)
+    if settings.cors_origins:  # added last: errors of the gate are answers that a page may read
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type"],
+            allow_headers=[
+                "Authorization",
+                "Content-Type",
+                "X-Request-Id",
+                SESSION_HEADER,
+                ERRORS_HEADER,
+            ],
+            expose_headers=["Retry-After", "X-Request-Id", REASON_HEADER],
         )
-    app.add_middleware(Gate, service=service)  # added last: it is outermost
     return app

@@ -68,7 +68,7 @@ def take_exchange(message: Message) -> Exchange:
 
 
 class Gate:
-    """The outermost layer of the app."""
+    """The outermost layer of the app, but for CORS."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app

@@ -25,8 +25,13 @@ from tests.server.running import client_of
 from tests.standins.policies import MSGPACK, FakePolicy, packed
 
 ARM, ADMIN = "arm-secret-0123456789", "admin-secret-0123456789"
+SLOW = "slow-secret-0123456789"
 DIGEST = hashlib.sha256(ADMIN.encode()).hexdigest()
 FILE = f'[arm-1]\nkey = "{ARM}"\n\n[boss]\nsha256 = "{DIGEST}"\nadmin = true\n'
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
 
 
 @pytest.fixture
@@ -40,10 +45,6 @@ def keys(tmp_path: Path) -> Path:
 def client(keys: Path) -> Iterator[TestClient]:
     with client_of(create_app(FakePolicy(), Settings(keys_file=keys))) as client:
         yield client
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
 
 
 def test_a_key_names_its_caller(keys: Path):
@@ -295,6 +296,49 @@ def test_our_own_pages_and_listed_ones_may_call():
             answer = client.post("/v1/act", content=packed(), headers=MSGPACK | {"origin": origin})
             assert answer.status_code == 200
         assert answer.headers["access-control-allow-origin"] == "https://lab.example"
+
+
+LAB = {"origin": "https://lab.example"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status"),
+    [
+        ({}, b"", 401),
+        (bearer(ARM) | {"content-type": "text/plain"}, b"a", 415),
+        (bearer(ARM) | MSGPACK, b"{", 400),
+        (bearer(ARM) | MSGPACK, bytes(30_000_000), 413),
+        (bearer(SLOW) | MSGPACK, packed(), 429),
+    ],
+)
+def test_a_page_of_another_site_reads_why_it_was_refused(
+    keys: Path, headers: dict[str, str], body: bytes, status: int
+):
+    """A browser shows a page only the answers that name its origin."""
+    with keys.open("a") as file:
+        file.write(f'\n[slow]\nkey = "{SLOW}"\nrate_per_s = 0.001\n')
+    settings = Settings(keys_file=keys, cors_origins=("https://lab.example",))
+    with client_of(create_app(FakePolicy(), settings)) as client:
+        client.post("/v1/act", content=packed(), headers=bearer(SLOW) | MSGPACK)
+        answer = client.post("/v1/act", content=body, headers=headers | LAB)
+        unlisted = client.post("/v1/act", headers={"origin": "https://other.example"})
+    assert answer.status_code == status, answer.text
+    assert answer.headers["access-control-allow-origin"] == "https://lab.example"
+    exposed = answer.headers["access-control-expose-headers"].split(", ")
+    assert {"Retry-After", "X-Request-Id"} <= set(exposed)
+    assert unlisted.status_code == 403
+    assert "access-control-allow-origin" not in unlisted.headers
+
+
+def test_a_page_of_another_site_may_send_our_headers():
+    app = create_app(FakePolicy(), Settings(cors_origins=("https://lab.example",)))
+    asked = {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization, content-type, x-request-id, "
+        "x-deft-session, x-deft-errors",
+    }
+    with client_of(app) as client:
+        assert client.options("/v1/act", headers=LAB | asked).status_code == 200
 
 
 def test_cors_is_off_unless_asked_for():
