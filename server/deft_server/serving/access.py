@@ -7,6 +7,7 @@ The file is TOML, one table per caller, and is read again when it changes:
     rate_per_s = 60        # frames per second; optional
     burst = 120            # how many may come at once; optional
     admin = false          # may use /v1/admin; optional
+    revoked = false        # with true nobody is let in by it, and no key is needed; optional
 """
 
 import hashlib
@@ -82,20 +83,25 @@ def read_keys(path: Path) -> tuple[tuple[bytes, Caller], ...]:
         table = tomllib.loads(read_file(path).decode("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise KeyFileError(f"cannot use the key file {path}: {error}") from error
-    if not table:  # it may be about to be written; nobody means to take every key away
-        raise KeyFileError(f"cannot use the key file {path}: it holds no key")
-    return tuple(_entry(name, row, path) for name, row in table.items())
+    if not table:  # it may be about to be written
+        raise KeyFileError(
+            f"cannot use the key file {path}: it holds no key; to take the last one away, write "
+            "`revoked = true` in its table"
+        )
+    entries = [_entry(name, row, path) for name, row in table.items()]
+    return tuple(one for one in entries if one is not None)
 
 
-def _entry(name: str, row: object, path: Path) -> tuple[bytes, Caller]:
+def _entry(name: str, row: object, path: Path) -> tuple[bytes, Caller] | None:
+    """Return the digest and the caller of a table, or None if its key is revoked."""
     if not isinstance(row, dict):
         raise KeyFileError(f"{path}: [{name}] must be a table")
-    unknown = set(row) - {"key", "sha256", "rate_per_s", "burst", "admin"}
+    unknown = set(row) - {"key", "sha256", "rate_per_s", "burst", "admin", "revoked"}
     if unknown:
         raise KeyFileError(f"{path}: [{name}] has an unknown entry {sorted(unknown)[0]!r}")
-    is_admin = row.get("admin", False)
-    if not isinstance(is_admin, bool):
-        raise KeyFileError(f"{path}: [{name}] admin must be true or false, got {is_admin!r}")
+    is_admin = _flag(row, "admin", name, path)
+    if _flag(row, "revoked", name, path):
+        return None
     digest = _digest(row, name, path)
     caller = Caller(
         name,
@@ -105,6 +111,13 @@ def _entry(name: str, row: object, path: Path) -> tuple[bytes, Caller]:
         burst=_number(row, "burst", name, path),
     )
     return digest, caller
+
+
+def _flag(row: Mapping[str, object], entry: str, name: str, path: Path) -> bool:
+    value = row.get(entry, False)
+    if not isinstance(value, bool):
+        raise KeyFileError(f"{path}: [{name}] {entry} must be true or false, got {value!r}")
+    return value
 
 
 def _number(row: Mapping[str, object], entry: str, name: str, path: Path) -> float | None:

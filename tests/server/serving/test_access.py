@@ -457,7 +457,31 @@ def test_a_key_that_is_gone_ends_the_dashboards_feed(keys: Path, monkeypatch: py
 def test_an_empty_key_file_takes_no_key_away(keys: Path):
     """It is one that is being written; once it ended every stream."""
     keys.write_text("")
-    with pytest.raises(KeyFileError, match="no key"):
+    with pytest.raises(KeyFileError, match="no key.*revoked = true"):
+        read_keys(keys)
+
+
+def test_the_last_key_is_revoked_by_its_own_entry(keys: Path, monkeypatch: pytest.MonkeyPatch):
+    """A file without it would have no key, and change nothing."""
+    monkeypatch.setattr(access_module, "RECHECK_S", 0.0)
+    keys.write_text(f'[arm-1]\nkey = "{ARM}"\n')
+    access = Access(keys)
+    caller = access.identify(f"Bearer {ARM}", "")
+    keys.write_text(f'[arm-1]\nkey = "{ARM}"\nrevoked = true\n')
+    with pytest.raises(MissingKeyError):
+        access.identify(f"Bearer {ARM}", "")
+    with pytest.raises(MissingKeyError):
+        access.require_known(caller)  # nor over a connection that is open
+    assert access.has_usable_keys()
+
+
+def test_a_revoked_key_needs_no_digest_and_takes_no_other_away(keys: Path):
+    keys.write_text(FILE + "[lost]\nrevoked = true\n")
+    assert [caller.name for _, caller in read_keys(keys)] == ["arm-1", "boss"]
+    keys.write_text(FILE.replace("admin = true", "revoked = false"))
+    assert [caller.name for _, caller in read_keys(keys)] == ["arm-1", "boss"]
+    keys.write_text('[arm-1]\nrevoked = "yes"\n')
+    with pytest.raises(KeyFileError, match="revoked must be true or false, got 'yes'"):
         read_keys(keys)
 
 
