@@ -81,9 +81,11 @@ def decode_body(content_type: str, body: bytes, context: ReadContext) -> ActMess
 
 def wants_msgpack(accept: str, content_type: str) -> bool:
     """Should the answer be msgpack? It is JSON otherwise."""
+    accept = accept.lower()
     if msgpack_codec.CONTENT_TYPE in accept:
         return True
-    return content_type == msgpack_codec.CONTENT_TYPE and json_codec.CONTENT_TYPE not in accept
+    sent = content_type.partition(";")[0].strip().lower()
+    return sent == msgpack_codec.CONTENT_TYPE and json_codec.CONTENT_TYPE not in accept
 
 
 async def decode_frame(

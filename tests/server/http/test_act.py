@@ -110,12 +110,16 @@ def test_a_form_carries_cameras_state_and_options():
         ("application/json", MSGPACK, json_codec.CONTENT_TYPE),
         ("application/msgpack", JSON, msgpack_codec.CONTENT_TYPE),
         ("*/*", JSON, json_codec.CONTENT_TYPE),
+        ("*/*", {"content-type": "application/msgpack; v=1"}, msgpack_codec.CONTENT_TYPE),
+        ("*/*", {"content-type": "Application/MsgPack"}, msgpack_codec.CONTENT_TYPE),
+        ("Application/MsgPack", JSON, msgpack_codec.CONTENT_TYPE),
+        ("Application/JSON", MSGPACK, json_codec.CONTENT_TYPE),
     ],
 )
 def test_the_answer_comes_as_it_was_asked_for(
     client: TestClient, accept: str, sent: dict[str, str], kind: str
 ):
-    body = packed() if sent is MSGPACK else json_codec.encode_request(ActMessage(frame()))
+    body = json_codec.encode_request(ActMessage(frame())) if sent is JSON else packed()
     response = client.post("/v1/act", content=body, headers=sent | {"accept": accept})
     assert response.headers["content-type"] == kind
 
