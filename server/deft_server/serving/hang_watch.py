@@ -6,14 +6,22 @@ from collections.abc import Callable
 
 from deft_server.serving.hosting import PolicyHost
 
+LOOKS = 10  # in the time that a round may take
+LEAST_WAIT_S = 0.001  # so that every look brings the end nearer, however late timers are
+
 
 class HangWatch:
-    """Calls `on_hang` where a round takes longer than `after_s`."""
+    """Calls `on_hang` where a round takes longer than `after_s`.
+
+    Time in which the whole process stood still is not the round's: a timer that comes late tells
+    how much it was. A paused container, a moved machine or a debugger is no hang.
+    """
 
     def __init__(self, after_s: float, on_hang: Callable[[], None]) -> None:
         self._after_s = after_s
         self._on_hang = on_hang
         self._timer: asyncio.TimerHandle | None = None
+        self._began_s = 0.0  # the round, monotonic, and later by the time in which nothing ran
 
     @property
     def is_on(self) -> bool:
@@ -24,7 +32,8 @@ class HangWatch:
         """Watch the round that begins now. Hangs of replicas are ended elsewhere."""
         self.stop()
         if host.last_round_s is not None:
-            self._wait(host, self._after_s)
+            self._began_s = time.monotonic()
+            self._wait(host, self._began_s)
 
     def stop(self) -> None:
         """Watch no more."""
@@ -32,14 +41,19 @@ class HangWatch:
             self._timer.cancel()
             self._timer = None
 
-    def _wait(self, host: PolicyHost, seconds: float) -> None:
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._look, host)
+    def _wait(self, host: PolicyHost, now_s: float) -> None:
+        left_s = self._began_s + self._after_s - now_s
+        seconds = max(LEAST_WAIT_S, min(left_s, self._after_s / LOOKS))
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(seconds, self._look, host, now_s + seconds)
 
-    def _look(self, host: PolicyHost) -> None:
+    def _look(self, host: PolicyHost, due_s: float) -> None:
         """Wait on where a round has ended lately, though no frame has."""
-        left_s = (host.last_round_s or 0.0) + self._after_s - time.monotonic()
-        if left_s > 0:
-            self._wait(host, left_s)
+        now_s = time.monotonic()
+        late_s = max(0.0, now_s - due_s)
+        self._began_s = min(now_s, max(self._began_s, host.last_round_s or 0.0) + late_s)
+        if now_s < self._began_s + self._after_s:
+            self._wait(host, now_s)
         else:
             self._timer = None
             self._on_hang()
