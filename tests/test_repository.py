@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from packaging.requirements import Requirement
 
 from deft_client.libero.simulator.assets import HOW_TO_INSTALL
 from tests.repository import PACKAGES, ROOT, code, name_of, texts, tracked
@@ -16,6 +17,7 @@ else:
     import tomli as tomllib
 
 MAX_TREE_BYTES = 80_000_000
+PROJECTS = ("pyproject.toml", "client/pyproject.toml")
 
 # Numbers of OpenVLA's vocabulary. They live with that model, under a name.
 MODEL_FACTS = {29871, 31743, 31744, 31745, 31872, 31999, 32000, 32001, 32064}
@@ -79,7 +81,7 @@ def test_the_repository_stays_small_and_holds_no_build_outputs():
     report(name_of(path) for path in paths if rubbish.search(name_of(path)))
 
 
-@pytest.mark.parametrize("project", ["pyproject.toml", "client/pyproject.toml"])
+@pytest.mark.parametrize("project", PROJECTS)
 def test_every_file_of_a_package_is_shipped_with_it(project):
     """A file that no pattern covers works in a checkout and is missing on the robot."""
     described = tomllib.loads((ROOT / project).read_text())
@@ -115,15 +117,39 @@ def test_what_to_type_for_libero_names_the_pinned_versions():
 
 
 def test_both_distributions_have_the_same_version_licence_and_typing():
-    projects = [
-        tomllib.loads((ROOT / name).read_text())["project"]
-        for name in ("pyproject.toml", "client/pyproject.toml")
-    ]
+    projects = [tomllib.loads((ROOT / name).read_text())["project"] for name in PROJECTS]
     for field in ("version", "license", "requires-python"):
         assert projects[0][field] == projects[1][field]
     assert (ROOT / "LICENSE").is_file()
     for package in PACKAGES:
         assert (ROOT / package / f"deft_{package}" / "py.typed").is_file()
+
+
+def needed_by(project):
+    """What a distribution asks for, with its extras, as requirements by name."""
+    described = tomllib.loads((ROOT / project).read_text())["project"]
+    extras = described.get("optional-dependencies", {})
+    texts = [*described["dependencies"], *(text for each in extras.values() for text in each)]
+    return {one.name: one.specifier for one in map(Requirement, texts)}
+
+
+def test_the_server_asks_for_the_client_of_its_own_version():
+    """It imports what no promise covers, so that no other version is known to fit."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert str(needed_by("pyproject.toml")["deft-client"]) == f"=={version}"
+
+
+@pytest.mark.parametrize("project", PROJECTS)
+def test_a_library_whose_private_parts_are_used_has_an_upper_bound(project):
+    """Renamed, they would be missing silently: deadlines of calls, limits of connections."""
+    inside = {"httpcore", "httpx", "prometheus-client", "uvicorn", "websockets"}
+    pins = (ROOT / "requirements" / "ci.txt").read_text()
+    tested = dict(re.findall(r"^([\w-]+)==([\w.]+)", pins, re.M))
+    needed = {name: one for name, one in needed_by(project).items() if name in inside}
+    assert len(needed) == 3
+    for name, specifier in needed.items():
+        assert any(one.operator == "<" for one in specifier), f"{name}{specifier} has no bound"
+        assert specifier.contains(tested[name]), f"{name} {tested[name]} is what is tested"
 
 
 def test_no_pin_excludes_what_the_packages_ask_for():
