@@ -16,9 +16,9 @@ RUN groupadd --gid 10001 deft \
     && install --directory --owner deft --group deft /checkpoints /recordings /results
 WORKDIR /app
 COPY requirements requirements
-COPY client client
 
 FROM base AS client
+COPY client client
 RUN pip install --constraint requirements/ci.txt ./client
 USER 10001:10001
 ENTRYPOINT ["deft-client"]
@@ -29,6 +29,7 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends \
         libegl1 libegl-mesa0 libgl1 libgl1-mesa-dri libopengl0 libosmesa6 \
     && rm --recursive --force /var/lib/apt/lists/*
+COPY client client
 RUN pip install --no-deps --require-hashes --requirement requirements/libero.txt \
     && pip install --constraint requirements/ci.txt "./client[simulator]" \
     && pip install --no-deps --require-hashes --requirement requirements/assets.txt
@@ -43,6 +44,7 @@ FROM base AS server
 ARG TORCH_INDEX=""
 ARG EXTRAS="server,models,quantization"
 RUN pip install --constraint requirements/ci.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch
+COPY client client
 COPY LICENSE README.md pyproject.toml ./
 COPY policies policies
 COPY server server
@@ -51,5 +53,5 @@ RUN pip install --constraint requirements/ci.txt ./client ".[${EXTRAS}]"
 USER 10001:10001
 EXPOSE 8000
 ENTRYPOINT ["deft"]
-# Who may reach it is up to whoever publishes the port.
-CMD ["serve", "--host", "0.0.0.0", "--allow-anyone"]
+# It refuses to start without DEFT_SERVER_KEYS_FILE, or a command that ends in --allow-anyone.
+CMD ["serve", "--host", "0.0.0.0"]

@@ -22,7 +22,7 @@ from deft_policies.constant import ConstantPolicy
 from deft_server.app import create_app
 from deft_server.commands.serve import ExitCode
 from deft_server.commands.settings_sources import read_command
-from deft_server.settings import Settings
+from deft_server.settings import Settings, SettingsError
 from tests.server.certificates import make_certificate
 
 ROOT = Path(__file__).parents[2]
@@ -172,6 +172,26 @@ def test_the_targets_of_the_compose_file_exist_and_do_not_run_as_root(compose: C
 def test_the_client_image_has_no_torch() -> None:
     assert "torch" not in stages()["client"]
     assert "torch" not in stages()["base"]
+
+
+def test_the_server_image_run_as_it_is_lets_nobody_in_without_a_key() -> None:
+    """`docker run --publish` opened a robot to whoever reached the port."""
+    (words,) = re.findall(r"^CMD (.+)$", stages()["server"], re.MULTILINE)
+    command, *flags = json.loads(words)
+    assert command == "serve"
+    with pytest.raises(SettingsError, match="give keys_file"):
+        read_command(ArgumentParser(), flags, {})
+    given = {"DEFT_SERVER_KEYS_FILE": "/config/keys.toml"}
+    _, settings = read_command(ArgumentParser(), flags, given)
+    assert settings.host == "0.0.0.0"
+
+
+def test_an_edit_of_the_client_does_not_download_torch_anew() -> None:
+    """A layer is built again where one before it has changed."""
+    assert "COPY client" not in stages()["base"]
+    assert stages()["server"].index("torch\n") < stages()["server"].index("COPY client")
+    for name in ("client", "libero"):
+        assert stages()[name].index("COPY client") < stages()[name].index("./client")
 
 
 def test_what_the_images_copy_exists_and_reaches_the_builder() -> None:
