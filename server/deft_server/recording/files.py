@@ -53,6 +53,11 @@ def open_new(path: Path) -> FileIO:
     return FileIO(path, "xb")
 
 
+def num_free(where: int | Path) -> int:
+    """Return the bytes that are free on the disk of an open file or a folder."""
+    return shutil.disk_usage(where).free
+
+
 @dataclass(eq=False)
 class EpisodeFiles:
     """All episodes being written: where they go, and how much room they may take."""
@@ -65,6 +70,7 @@ class EpisodeFiles:
     max_open_files: int = 64
     info: ServerInfo | None = None
     open_file: Callable[[Path], FileIO] = open_new
+    num_free: Callable[[int | Path], int] = num_free
     num_steps: int = 0  # written since the start
     num_bytes: int = 0
     total_bytes: int = 0  # of all recordings in the directory, those of earlier runs included
@@ -92,7 +98,9 @@ class EpisodeFiles:
             episode = self._begin(key, wall_s, step.at_s, before=episode)
         self._open.move_to_end(key)
         step = replace(step, index=episode.num_steps, at_s=step.at_s - episode.started_s)
-        self._append(episode, encode_step(step, self.encoding))
+        record = encode_step(step, self.encoding)
+        self._keep_free(episode.file.fileno(), len(record))
+        self._append(episode, record)
         episode.num_steps += 1
         self.num_steps += 1
         if self.num_steps % _CHECK_DISK_EVERY == 0:
@@ -170,8 +178,12 @@ class EpisodeFiles:
                     f"{self.directory}: the open recordings alone take more than "
                     f"{self.max_total_bytes} bytes"
                 )
-        free = shutil.disk_usage(self.directory).free
-        if free < self.min_free_bytes:
+        self._keep_free(self.directory)
+
+    def _keep_free(self, where: int | Path, num_bytes: int = 0) -> None:
+        """Raise `OSError` where so many more bytes would leave less than is to be kept free."""
+        free = self.num_free(where)
+        if free - num_bytes < self.min_free_bytes:
             raise OSError(
                 f"{self.directory}: {free} bytes free, {self.min_free_bytes} are to be kept free"
             )

@@ -290,6 +290,25 @@ def test_the_last_of_the_disk_is_left_to_others(tmp_path: Path) -> None:
     assert "kept free" in server.recording.status.reason
 
 
+def test_a_step_that_would_take_the_room_of_others_is_not_written(tmp_path: Path) -> None:
+    """Once room was looked for every 64 steps: large pictures filled the disk in between."""
+
+    def num_free(where: int | Path) -> int:
+        files = [one for one in tmp_path.rglob("*") if one.is_file()]
+        return 20_000 - sum(one.stat().st_size for one in files)
+
+    server = Server(files_in(tmp_path, min_free_bytes=10_000, num_free=num_free))
+    server.recording.start()
+    for step in range(60):
+        server.events.publish(answered("arm", step))
+    server.wait_until_off()
+    assert "kept free" in server.recording.status.reason
+    assert num_free(tmp_path) > 10_000 - 500  # the end of the episode is written, with the reason
+    (path,) = find_episodes(tmp_path)
+    episode = read_episode(path)
+    assert len(episode.steps) == server.recording.status.steps > 1
+
+
 def test_a_directory_that_cannot_be_made_is_said_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     server = Server(files_in(tmp_path / "file" / "below"))
