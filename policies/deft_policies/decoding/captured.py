@@ -148,7 +148,7 @@ class CapturedPasses:
         self.reserve, self.widest = runner.reserve, bucket(widest)
         self.cache, self.num_slots = cache, layout.num_slots
         self._longest = layout.longest
-        cache.fix(self.num_slots + 1, layout.num_positions)  # one slot more, for prefills
+        cache.fix(self.num_slots + 1, layout.num_positions, self)  # one slot more, for prefills
         weight = decoder.embedding.weight
         num_nodes = layout.num_nodes
         num_hidden = self.reserve.lengths[-1] + self.widest

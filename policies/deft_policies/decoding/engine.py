@@ -55,7 +55,6 @@ _MOST_PREFILL_SOURCES = 3
 _WIDTHS = (1, 8, 16, 32, 64, 128)  # of passes over text that are timed
 _STEADY_WIDTH = 32  # nodes of a later pass over text where the answer depends on it
 _WARM_UP_RUNS = 4
-_WARM_UP_TOKENS = 8  # of a text
 _GUARDS_KEPT = 128
 # Tokens between two edits of an old answer: a pass with the widest drafts of the golden sessions
 # writes 8 of a text, and one of a taught policy that writes numbers 5 or 6.
@@ -319,7 +318,7 @@ class Engine:
         """Release an answer that has ended, with trace and memory; its guard learns from it."""
         if sequence.wants_log_probs:
             _read_log_probs(sequence)
-        had_history = _has_history(sequence)
+        had_history = bool(sequence.past)  # or there was nothing to draft from
         self._release(sequence)
         if sequence.guard is not None and had_history and sequence.is_finite:
             sequence.guard.learn(sequence.choice.plan, sequence.num_passes - 1)
@@ -409,7 +408,7 @@ class Engine:
         early = [sources[kind] for kind in plan.prefill if sources[kind].early]
         sequence.prefill_sources = early[:_MOST_PREFILL_SOURCES]
         sequence.round_sources = [sources[kind] for kind in plan.rounds]
-        for source in {**sources}.values():
+        for source in sources.values():
             source.begin(sequence)
 
     def _source(self, kind: str) -> DraftSource:
@@ -548,11 +547,6 @@ def _needs_no_reading(sequence: Sequence) -> bool:
 def _cut(guesses: Guesses, depth: int) -> Guesses:
     """Chains no deeper than what is missing."""
     return [chain[:depth] for chain in guesses] if isinstance(guesses, list) else guesses
-
-
-def _has_history(sequence: Sequence) -> bool:
-    """Whether the session had anything to draft from."""
-    return bool(sequence.past)
 
 
 def _note_log_probs(sequence: Sequence, tree: DraftTree, logits: torch.Tensor) -> None:

@@ -35,11 +35,6 @@ def source_kinds() -> tuple[str, ...]:
     return tuple(dict.fromkeys((*OUR_KINDS, PREVIOUS_ANSWER, PREVIOUS_NUMBERS, *theirs)))
 
 
-def source_number(kind: str) -> int:
-    """What `DraftTree.sources` holds for this source."""
-    return source_kinds().index(kind)
-
-
 def read_kinds(text: str) -> tuple[str, ...]:
     """Draft sources by name, joined by + or commas, each once."""
     known = source_kinds()

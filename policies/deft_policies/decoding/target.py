@@ -200,11 +200,9 @@ class Target:
         """Where passes are captured: fix their memory, for answers of up to `num_tokens`."""
         if not self.is_captured:
             return None
-        found = CapturedPasses(
+        return CapturedPasses(
             self.decoder, self.passes, self.runner, self.logits, cache, widest, num_tokens
         )
-        cache.captured = found
-        return found
 
     def _replayed(self, passes: CapturedPasses, rows: Sequence[PassRow]) -> Scores:
         """A GPU's pass, or its prefills, which follow one another."""

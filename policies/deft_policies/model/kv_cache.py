@@ -38,8 +38,7 @@ class KVCache:
     def __init__(self, sizes: "LlamaSizes", like: Tensor) -> None:
         """Allocate with the device and dtype of `like`, as soon as room is reserved."""
         self._sizes, self._like = sizes, like
-        self.is_fixed = False  # whether passes that were captured point to it
-        self.captured: object = None  # those passes
+        self.captured: object = None  # the passes that point to it, where any were captured
         self._allocate(0, 0)
 
     @property
@@ -62,16 +61,16 @@ class KVCache:
             self.data = torch.zeros(shape, device=like.device, dtype=like.dtype)
             self.flat = self.data.flatten(3).flatten(1, 2)  # [layer, slot * position, ...]
 
-    def fix(self, slots: int, positions: int) -> None:
+    def fix(self, slots: int, positions: int, captured: object) -> None:
         """Set memory aside that is not to move: what is captured points to it."""
         self._allocate(slots, positions)
-        self.is_fixed = True
+        self.captured = captured
 
     def reserve(self, slots: int, positions: int) -> None:
         """Make room for so many slots of so many positions; what is cached stays."""
         if slots <= self.num_slots and positions <= self.num_positions:
             return
-        if self.is_fixed:
+        if self.captured is not None:
             raise RuntimeError(
                 f"captured passes point to {self.num_slots} slots of {self.num_positions} "
                 f"positions; {slots} of {positions} were asked for"

@@ -8,7 +8,7 @@ from deft_policies.decoding import ratio_test as testing
 from deft_policies.decoding.accept import accept
 from deft_policies.decoding.acceptance.rule import ActionSpace
 from deft_policies.decoding.engine import DraftModels
-from deft_policies.decoding.methods import find_method
+from deft_policies.decoding.methods import Method, find_method
 from deft_policies.decoding.plan import TreeShape
 from deft_policies.decoding.ratio_test import ratio_test
 from deft_policies.decoding.read import draw_tokens
@@ -217,14 +217,18 @@ SAMPLED = {
 }
 
 
+def sampling(decoder: LlamaDecoder, method: Method) -> Decoding:
+    """With a head of random weights."""
+    torch.manual_seed(0)
+    head = EagleHead(head_sizes(WIDTH, 24, 2, 2, max_positions=64)).requires_grad_(False)
+    return Decoding(fast_target(decoder), method, DraftModels(head=head))
+
+
 @pytest.mark.parametrize("name", SAMPLED)
 def test_a_sampled_answer_tells_the_greedy_tokens_whatever_drafted(name: str) -> None:
     """Plans told different things of one answer, and sessions remembered them."""
-    decoder = tiny_decoder()
-    torch.manual_seed(0)
-    head = EagleHead(head_sizes(WIDTH, 24, 2, 2, max_positions=64)).requires_grad_(False)
-    method = SAMPLED[name].with_sampling(3.0, seed=4)
-    sampled, session = Decoding(fast_target(decoder), method, DraftModels(head=head)), Session.of(2)
+    decoder, session = tiny_decoder(), Session.of(2)
+    sampled = sampling(decoder, SAMPLED[name].with_sampling(3.0, seed=4))
     for step in range(3):
         prompts = random_prompts(decoder, [2, 5], seed=step // 2)
         for row, trace in enumerate(sampled.decode(prompts, session)):
@@ -237,11 +241,8 @@ def test_a_sampled_answer_tells_the_greedy_tokens_whatever_drafted(name: str) ->
 
 @pytest.mark.parametrize("name", ["plain", "memory", "head"])
 def test_a_sampled_pass_tells_what_was_drawn_after_each_node(name: str) -> None:
-    decoder = tiny_decoder()
-    torch.manual_seed(0)
-    head = EagleHead(head_sizes(WIDTH, 24, 2, 2, max_positions=64)).requires_grad_(False)
-    method = SAMPLED[name].with_sampling(0.7, seed=4)
-    sampled, session = Decoding(fast_target(decoder), method, DraftModels(head=head)), Session.of(2)
+    decoder, session = tiny_decoder(), Session.of(2)
+    sampled = sampling(decoder, SAMPLED[name].with_sampling(0.7, seed=4))
     for _ in range(3):
         for trace in sampled.decode(random_prompts(decoder, [2, 5]), session):
             drawn = [one.predictions[node] for one in trace.passes for node in (0, *one.path)]
