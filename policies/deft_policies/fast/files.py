@@ -18,9 +18,9 @@ PROCESSOR_FILE = "processor_config.json"
 TOKENIZER_FILE = "tokenizer.json"
 _SUBFOLDER = "bpe_tokenizer"  # where transformers 5 saves the tokenizer
 _REMEDY = "copy the folder of the FAST tokenizer that the policy was trained with"
-# Far beyond what upstream saves (some 200 kB, 2048 pieces of at most 30 characters or so).
-_MOST_BYTES, _MOST_CONFIG_BYTES = 2**22, 2**16
-_MOST_PIECES, _MOST_CHARACTERS = 2**16, 2**10
+# Far beyond what upstream saves (some 150 kB, 2048 pieces of at most 30 characters or so).
+_MOST_BYTES, _MOST_CONFIG_BYTES = 2**20, 2**16
+_MOST_PIECES, _MOST_CHARACTERS = 2**15, 2**10
 _MOST_STEPS, _MOST_DIM = 1024, 256
 _LAST_CHARACTER = 0x10FFFF
 

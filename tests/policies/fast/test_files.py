@@ -101,7 +101,7 @@ def add_piece(name: str, number: int) -> Callable[[dict[str, Any]], object]:
         (set_in("model", "byte_fallback", value=True), "byte_fallback"),
         (set_in("model", "vocab", value={}), "0 pieces"),
         (set_in("model", "vocab", value=[]), "vocab"),
-        (set_in("model", "vocab", value={f"{i}": i for i in range(70_000)}), "70000 pieces"),
+        (set_in("model", "vocab", value={f"{i}": i for i in range(33_000)}), "33000 pieces"),
         (add_piece("new", 2**40), "without a gap"),
         (add_piece("new", 0), "without a gap"),
         (add_piece("new", -1), "without a gap"),
@@ -156,7 +156,7 @@ def test_other_processors_are_refused(folder: Path, field: str, value: object) -
         b'{"model":' * 2**12,
         b'{"scale": ' + b"9" * 2**15 + b"}",
         b'{"scale": 1e999, "min_token": 0}',
-        b'{"model": {"vocab": ' + b"[" + b"[]," * 2**20 + b"[]]}}",
+        b'{"model": {"vocab": ' + b"[" + b"[]," * 2**18 + b"[]]}}",
     ],
 )
 def test_broken_files_are_refused_and_cost_little(folder: Path, name: str, content: bytes) -> None:
@@ -165,7 +165,7 @@ def test_broken_files_are_refused_and_cost_little(folder: Path, name: str, conte
     try:
         with pytest.raises(CheckpointError, match=name):
             read_codec(folder)
-        assert tracemalloc.get_traced_memory()[1] < 2 * MOST_MEMORY
+        assert tracemalloc.get_traced_memory()[1] < MOST_MEMORY
     finally:
         tracemalloc.stop()
 
