@@ -243,6 +243,7 @@ class Intervention(Enum):
 
     HOLD = "hold"  # in recordings of earlier servers alone: none sends it any more
     CLAMP = "clamp"  # the policy's action, brought into the range of its statistics
+    GRAMMAR = "grammar"  # an action, where the policy's own words were none or another's
 
 
 @dataclass(frozen=True, eq=False)

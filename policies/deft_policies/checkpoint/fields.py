@@ -4,6 +4,7 @@ Values are read as those of messages are: see `deft_client.wire.fields`.
 """
 
 import json
+import stat
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ from deft_client.wire.fields import FLAG, Kind, ReadContext, as_map, list_of, nu
 from deft_policies.errors import CheckpointError
 
 T = TypeVar("T")
+_MOST_BYTES = 2**26  # of a file; tokenizers have up to some 20 MB
+_MOST_VALUES = 100_000  # of a YAML file
 _KINDS: Mapping[object, Kind[Any]] = {
     **{int: whole(), float: number(), bool: FLAG},
     str: text(lambda limits: sys.maxsize),
@@ -36,10 +39,13 @@ class JsonFields:
         self._where = where
 
     @staticmethod
-    def load(path: Path, remedy: str) -> "JsonFields":
-        """Read a file that holds one object; `remedy` says what to do when it is not there."""
+    def load(path: Path, remedy: str, most: int = _MOST_BYTES) -> "JsonFields":
+        """Read a file that holds one object; `remedy` says what to do when it is not there.
+
+        One of more than `most` bytes is not read.
+        """
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(_read_text(path, remedy, most))
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing; {remedy}") from None
         except OSError as error:
@@ -49,6 +55,21 @@ class JsonFields:
         if not isinstance(values, dict):
             raise CheckpointError(f"{path} holds {type(values).__name__}, expected an object")
         return JsonFields(path, values)
+
+    @staticmethod
+    def load_yaml(path: Path, remedy: str) -> "JsonFields":
+        """Read a YAML file as if it were JSON: what YAML can hold besides is no configuration."""
+        import yaml
+
+        try:
+            content = yaml.safe_load(_read_text(path, remedy, _MOST_VALUES * 10))
+            _count_values(content)
+            fields = json.loads(json.dumps(content))
+        except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        if not isinstance(fields, dict):
+            raise CheckpointError(f"{path} holds {type(fields).__name__}, expected an object")
+        return JsonFields(path, fields)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -110,3 +131,29 @@ class JsonFields:
             return kind.read(value, f"{self._where}{key}", ReadContext())
         except WireError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
+
+
+def _read_text(path: Path, remedy: str, most: int) -> str:
+    """A file's text, unless it is no file or has too many bytes."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path} is no file; {remedy}")
+    if status.st_size > most:
+        raise CheckpointError(
+            f"{path} has {status.st_size} bytes, more than the {most} of any such file; {remedy}"
+        )
+    return path.read_text(encoding="utf-8")
+
+
+def _count_values(content: object) -> None:
+    """Raise `ValueError` for too many values: a short text can name one list a billion times."""
+    left, waiting = _MOST_VALUES, [content]
+    while waiting:
+        one = waiting.pop()
+        inner = (
+            list(one.values()) if isinstance(one, dict) else one if isinstance(one, list) else []
+        )
+        left -= 1 + len(inner)
+        if left < 0:
+            raise ValueError(f"it holds more than {_MOST_VALUES} values")
+        waiting += inner

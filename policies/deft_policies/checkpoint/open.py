@@ -45,7 +45,7 @@ from deft_policies.model.tensor_names import TensorPlace, tensor_places
 from deft_policies.model.vla import OpenVLAModel, VlaNetwork, allocate
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_HUB_FILES = ("*.json", "*.safetensors", "*.pt", "tokenizer.model")
+_HUB_FILES = ("*.json", "*.yaml", "*.safetensors", "*.pt", "tokenizer.model")
 _GIB = 1024**3
 # Activations, key/value cache and what the libraries take beside the weights.
 _WORKING_SHARE = 0.05
@@ -114,14 +114,14 @@ def locate_checkpoint(name: str, adapter: str | None = None) -> CheckpointSource
     return CheckpointSource(base, found, overlay)
 
 
-def download_snapshot(hub_id: str) -> Path:
+def download_snapshot(hub_id: str, patterns: Sequence[str] = _HUB_FILES) -> Path:
     """Fetch a model's files from the hub, or find them in its cache."""
     import httpx
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(_HUB_FILES)))
+        return Path(snapshot_download(hub_id, allow_patterns=list(patterns)))
     except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(

@@ -6,7 +6,8 @@ never holds it a second time. Knows names and shapes, nothing of what they are f
 
 import hashlib
 import warnings
-from collections.abc import Iterable, Mapping
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ _MOST_NAMES = 8  # in an error
 _WEIGHTS = ("*.safetensors", "*checkpoint*.pt", "pytorch_model*.bin")  # that a digest counts
 _BLOCK_BYTES = 64 * 2**20  # hashed by a thread of its own
 _READ_BYTES = 2**20
+_MOST_PROGRAM = 2**26  # bytes of a pickle without the numbers of its tensors
 _DTYPES = {
     *("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"),
     *("I64", "I32", "I16", "I8", "U8", "BOOL"),
@@ -62,7 +64,18 @@ class StoredTensor:
         return tensor.to(device)
 
 
-def find_tensors(directory: Path) -> dict[str, StoredTensor]:
+@dataclass(frozen=True)
+class MappedTensor(StoredTensor):
+    """A tensor of a pickle of weights, whose pages are read when it is."""
+
+    tensor: Tensor
+
+    def read(self, device: torch.device | None = None) -> Tensor:
+        """On a CPU it is a view of the file: copy what is to stay."""
+        return self.tensor.to(device)
+
+
+def find_tensors(directory: Path) -> Mapping[str, StoredTensor]:
     """Find a directory's weight files and read their headers."""
     index = directory / INDEX_FILE
     if index.exists():
@@ -79,8 +92,10 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
     raise CheckpointError(f"{directory} holds neither {MODEL_FILE} nor {INDEX_FILE}; {_DOWNLOAD}")
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
-    """List the tensors of one safetensors file, which must be whole."""
+def read_header(path: Path) -> Mapping[str, StoredTensor]:
+    """List the tensors of one file, which must be whole: safetensors, or a pickle of weights."""
+    if path.suffix != SAFETENSORS_SUFFIX:
+        return _map_pickle(path)
     stored = {}
     with _open(path) as file:
         for name in file.keys():  # noqa: SIM118 - it is no mapping and cannot be iterated
@@ -91,6 +106,30 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                 )
             stored[name] = StoredTensor(path, name, tuple(view.get_shape()))
     return stored
+
+
+def _map_pickle(path: Path) -> dict[str, MappedTensor]:
+    """A file of `torch.save`, without reading its numbers; see `read_tensors`."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            entries = file.infolist()
+    except (OSError, zipfile.BadZipFile, NotImplementedError) as error:
+        raise CheckpointError(
+            f"{path} is no file of torch.save as it has been since torch 1.6 ({error}); {_DOWNLOAD}"
+        ) from None
+    program = sum(one.file_size for one in entries if one.filename.endswith(".pkl"))
+    if program > _MOST_PROGRAM or any(one.compress_type != zipfile.ZIP_STORED for one in entries):
+        raise CheckpointError(
+            f"{path} is packed, or says of {program} bytes that they only name tensors, which "
+            "torch.save never writes"
+        )
+    tensors = _load_file(path, is_mapped=True)
+    for name, one in tensors.items():
+        if not one.is_floating_point() or one.device.type != "cpu" or one.layout != torch.strided:
+            raise CheckpointError(
+                f"{path}: {name} is {one.dtype}, {one.layout} on {one.device}, expected numbers"
+            )
+    return {name: MappedTensor(path, name, tuple(one.shape), one) for name, one in tensors.items()}
 
 
 def _open(path: Path) -> Any:
@@ -172,13 +211,21 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     Pickles are programs. Torch's own interpreter of them knows the few functions that rebuild
     tensors and refuses all others before anything is called.
     """
+    loaded = _load_file(path)
+    for name, tensor in loaded.items():
+        require_finite(name, tensor, path)
+    return loaded
+
+
+def _load_file(path: Path, is_mapped: bool = False) -> dict[str, Tensor]:
+    """The tensors of a file, whatever their numbers are."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what torch says about odd pickles; they are refused
             loaded = (
                 load_file(path)
                 if path.suffix == SAFETENSORS_SUFFIX
-                else torch.load(path, map_location="cpu", weights_only=True)
+                else torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
             )
     except _UNREADABLE as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -190,8 +237,6 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         isinstance(name, str) and isinstance(one, Tensor) for name, one in loaded.items()
     ):
         raise CheckpointError(f"{path} must hold a flat dictionary of tensors")
-    for name, tensor in loaded.items():
-        require_finite(name, tensor, path)
     return loaded
 
 
@@ -221,13 +266,15 @@ def write_tensors(
     path.chmod(permissions)
 
 
-def digest_weights(folders: Iterable[Path]) -> str:
-    """A digest of every byte of the weight files that lie in these folders.
+def digest_weights(places: Sequence[Path]) -> str:
+    """A digest of every byte of these weight files, and of those that lie in these folders.
 
     Equal for equal files, in whatever number format they are served. SHA-256 of the blocks'
     SHA-256, so that large files are hashed on all cores.
     """
-    found = {path for folder in folders for kind in _WEIGHTS for path in folder.glob(kind)}
+    folders = [one for one in places if one.is_dir()]
+    found = {one for one in places if one.is_file()}
+    found |= {path for folder in folders for kind in _WEIGHTS for path in folder.glob(kind)}
     files = sorted(found, key=lambda path: (path.name, path))
     starts = [
         (path, start) for path in files for start in range(0, path.stat().st_size, _BLOCK_BYTES)

@@ -181,6 +181,8 @@ def _describe(answer: ActAnswer) -> dict[str, object]:
     }
     if chunk.reasoning is not None:
         described["text"] = chunk.reasoning
+    if chunk.intervention is not None:
+        described["intervention"] = chunk.intervention.value
     if answer.error is not None:
         described["error"] = str(answer.error)
     if len(actions) == 1:

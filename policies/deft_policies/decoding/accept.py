@@ -41,13 +41,14 @@ def accept(sequence: Sequence, tree: DraftTree, found: Found) -> tuple[Path, int
 
 def _longest_equal(sequence: Sequence, tree: DraftTree, predictions: list[int]) -> int:
     """The deepest node whose whole path is what the target says."""
-    tokens, parents, stop = tree.tokens, tree.parents, sequence.spec.stop
+    tokens, parents, spec = tree.tokens, tree.parents, sequence.spec
     deepest, best = sequence.num_missing, tree.root
     depths = [-1] * tree.num_nodes  # of nodes that stand, below the root
     depths[tree.root] = 0
     for node in range(tree.root + 1, tree.num_nodes):
         parent, token = parents[node], tokens[node]
-        if token == predictions[parent] and 0 <= depths[parent] < deepest and token != stop:
+        is_equal = token == predictions[parent] and not spec.ends_with(token)
+        if is_equal and 0 <= depths[parent] < deepest:
             depths[node] = depths[parent] + 1
             if depths[node] > depths[best]:
                 best = node
@@ -107,10 +108,10 @@ def _longest_accepted(judged: JudgedTree) -> Path:
 
 def _within_answer(judged: JudgedTree, stands: list[bool]) -> list[bool]:
     """Those that stand and lie within what is missing, without the stop token on their path."""
-    tree, stop = judged.tree, judged.sequence.spec.stop
+    tree, spec = judged.tree, judged.sequence.spec
     fine = [depth <= judged.deepest for depth in judged.depths]
-    if stop is not None:
-        no_stop = judged.whole_paths([token != stop for token in tree.tokens])
+    if spec.stop is not None:
+        no_stop = judged.whole_paths([not spec.ends_with(token) for token in tree.tokens])
         fine = [one and other for one, other in zip(fine, no_stop, strict=True)]
     return [node <= tree.root or (one and fine[node]) for node, one in enumerate(stands)]
 

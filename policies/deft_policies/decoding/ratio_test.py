@@ -42,7 +42,7 @@ def ratio_test(sequence: Sequence, tree: DraftTree, logits: Tensor) -> Tensor:
         is_judged = depths[node] - tree.root <= sequence.num_missing
         asked = (at == tree.parents[node]) & (tries < MOST_TRIES) & ~ended & is_judged
         stands = asked & (coin * drawn_by[token] < odds[token])
-        if token == sequence.spec.stop:
+        if sequence.spec.ends_with(token):
             only = torch.zeros_like(odds)
             only[token] = 1.0
             odds = torch.where(stands, only, odds)

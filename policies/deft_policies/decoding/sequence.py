@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -38,12 +39,16 @@ class AnswerSpec:
     they alone are ever relaxed. Without a space nothing is. Text of rows of numbers has the space
     of a row, number by number.
     `ids` are what tokens are called outside, where the decoder knows none but those of answers.
+    `strides` say how far tokens move on in an answer, where that is not one each: the last answer
+    lines up again as a draft where the sums are equal.
     """
 
     max_tokens: int
     stop: int | None = None
     space: ActionSpace | None = None
     ids: tuple[int, ...] = ()
+    other_stops: tuple[int, ...] = ()  # tokens that end it as well
+    strides: Mapping[int, int] | None = field(default=None, hash=False)  # of tokens; 0 of others
 
     @staticmethod
     def action(space: ActionSpace) -> AnswerSpec:
@@ -54,6 +59,10 @@ class AnswerSpec:
     def action_length(self) -> int:
         """Tokens of one action, at least one."""
         return 1 if self.space is None else self.space.length
+
+    def ends_with(self, token: int) -> bool:
+        """Whether a token ends the answer."""
+        return token == self.stop or token in self.other_stops
 
     def name(self, tokens: Items[int]) -> tuple[int, ...]:
         """Tokens as they are called outside."""
@@ -224,7 +233,7 @@ class Sequence:
         self.is_done = self._has_ended()
 
     def _has_ended(self) -> bool:
-        has_stopped = self.spec.stop is not None and self.tokens[-1] == self.spec.stop
+        has_stopped = self.spec.ends_with(self.tokens[-1])
         return has_stopped or not self.is_finite or len(self.tokens) >= self.limit
 
     def extend(self, forced: Items[int]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from deft_policies.base import Finding
 from deft_policies.checkpoint.config import load_config
 from deft_policies.checkpoint.open import Checkpoint, CheckpointSource, load_model
 from deft_policies.errors import CheckpointError, DeviceError
@@ -41,11 +42,14 @@ class Family(ABC):
     config: VlaConfig
     refuses: tuple[str, ...] = ()  # flags, or kinds of them, that say nothing to it; and why
     refusal = ""
+    writes_codes = False  # whether answers are FAST codes, which have a grammar
 
     def __init__(self, source: CheckpointSource | None, options: ModelOptions) -> None:
         """Check everything but the weights; raises `CheckpointError`."""
         if given := options.given(*self.refuses):
             raise CheckpointError(f"{', '.join(given)}: {self.refusal}")
+        if not self.writes_codes and options.given("--grammar"):
+            raise CheckpointError(f"--grammar: {self.name} writes no FAST codes; leave it out")
         self.source, self.options = source, options
 
     @staticmethod
@@ -62,9 +66,13 @@ class Family(ABC):
         """What is set aside on a GPU beside the weights, by what it is for; {} where unknown."""
         return {}
 
+    def findings(self) -> Sequence[Finding]:
+        """What `deft doctor` is to say of such a checkpoint besides."""
+        return ()
+
     @property
     def weight_folders(self) -> list[Path]:
-        """Where the files lie that its weights are read from; empty where they are drawn."""
+        """Where its weights are read from, folders or files; empty where they are drawn."""
         source = self.source
         if source is None:
             return []

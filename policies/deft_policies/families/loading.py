@@ -25,10 +25,12 @@ from deft_policies.errors import CheckpointError, PolicyError
 from deft_policies.families.ecot import EcotFamily
 from deft_policies.families.family import DTYPES, Family, choose_device, choose_precision
 from deft_policies.families.model import TokenModel
+from deft_policies.families.nora.family import NoraFamily
 from deft_policies.families.oft.family import OftFamily
 from deft_policies.families.openvla import OpenVLA, OpenVLAFamily, VlaTarget
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy, choose_method
+from deft_policies.families.qwenfast.family import QwenFastFamily
 from deft_policies.families.vla0.family import Vla0Family
 from deft_policies.model.formats import Quantization
 from deft_policies.model.quantization import check_quantization
@@ -42,7 +44,14 @@ _GIB = 1024**3
 # where other work wants the cores, they wait for each other many times longer than they compute.
 _WIDE = 1024
 # In the order in which they are asked whether files are theirs; the last one takes what is left.
-FAMILIES: tuple[type[Family], ...] = (Vla0Family, EcotFamily, OftFamily, OpenVLAFamily)
+FAMILIES: tuple[type[Family], ...] = (
+    Vla0Family,
+    QwenFastFamily,
+    NoraFamily,
+    EcotFamily,
+    OftFamily,
+    OpenVLAFamily,
+)
 
 
 def find_family(source: CheckpointSource | None, options: ModelOptions) -> type[Family]:
@@ -204,6 +213,7 @@ def examine(options: ModelOptions) -> list[Finding]:
     return [
         *found,
         Finding("checkpoint", Verdict.GOOD, text),
+        *family.findings(),
         _tried("memory", lambda: _examine_memory(family, options)),
         _tried("statistics", lambda: _examine_statistics(family, options)),
     ]

@@ -137,6 +137,7 @@ class TokenModel(Model):
     widest = WIDEST  # nodes of a draft tree
     reasoning_model: "TokenModel | None" = None  # the same weights, asked to think before they act
     draft: "TokenModel | None" = None  # another checkpoint that drafts
+    cuts_answers = True  # at `max_tokens`; with a grammar an answer is as long as its action
 
     @abstractmethod
     def draft_with(self, draft: Model) -> None:

@@ -15,7 +15,7 @@ from deft_policies.decoding.methods import DEFAULT_METHOD, PRESETS
 from deft_policies.decoding.plan import KeyMask, RopeOffset, TreeShape, read_tree
 from deft_policies.model.formats import Precision, Quantization
 
-FAMILY_NAMES = ("openvla", "oft", "ecot", "vla0")
+FAMILY_NAMES = ("openvla", "oft", "ecot", "vla0", "qwenfast", "nora")
 PROMPTS = ("vicuna", "in-out", "openvla+vicuna", "openvla+in-out")
 # Of a model that answers token by token; of one that writes before it acts.
 OF_DECODING, OF_REASONING = "decoding", "reasoning"
@@ -118,8 +118,8 @@ class ModelOptions:
     )
     num_steps: int | None = _count(
         "--chunk",
-        help="actions per answer, where the checkpoint does not tell: 1 of OpenVLA's, 8 of OFT's "
-        "for LIBERO, 5 for Bridge; 25 of OFT's for ALOHA is known",
+        help="actions per answer, where the checkpoint does not tell: 1 of OpenVLA's and NORA's, 5 "
+        "of NORA-long's, 8 of OFT's for LIBERO, 5 for Bridge; 25 of OFT's for ALOHA is known",
     )
     num_pictures: int | None = _count(
         "--pictures",
@@ -201,6 +201,14 @@ class ModelOptions:
         of=OF_REASONING,
         help="of an answer with reasoning, text and action; frames may ask for less; default: "
         "1024, or what there is room for",
+    )
+
+    grammar: str = _flag(
+        "--grammar",
+        "on",
+        choices=("on", "off"),
+        help="of answers in FAST codes: on, nothing but a whole chunk can be written; off, as "
+        "published, what is no chunk is an error; default: on",
     )
 
     def given(self, *names: str) -> list[str]:

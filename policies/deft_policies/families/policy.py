@@ -16,6 +16,7 @@ from deft_client.types import (
     ActionChunk,
     ActOptions,
     DecodeTrace,
+    Intervention,
     LogProbs,
     Observation,
     ServerInfo,
@@ -46,6 +47,7 @@ from deft_policies.errors import (
 )
 from deft_policies.families.model import Model, OnePassModel, TokenModel, Values
 from deft_policies.families.options import ModelOptions
+from deft_policies.fast.answer import AnswerGrammar
 from deft_policies.model.statistics import find_statistics_key
 from deft_policies.self_test import self_test
 
@@ -191,7 +193,7 @@ class VlaPolicy:
     def _check_method(self, options: ActOptions) -> None:
         if isinstance(self.model, TokenModel):
             key = self.find_key(options.statistics_key or self._any_key)
-            form = _form(self.model_for(options).forms[key], options)
+            form = _form(self.model_for(options), key, options)
             self.engine.check(Answer(self.method_for(options), form))
             return
         if options.decoding not in (None, self._default_method):
@@ -215,7 +217,7 @@ class VlaPolicy:
             if self._token_models:
                 self.engine.capture()
             for way in self._token_models:
-                form = _form(way.forms[self._any_key], self._tested(way))
+                form = _form(way, self._any_key, self._tested(way))
                 prompt = self._blank_prompt(way)
                 # The guards of methods that callers may ask for need what plans cost, too.
                 for name in dict.fromkeys((self.method.name, *(methods or ()), DEFAULT_METHOD)):
@@ -314,7 +316,7 @@ class VlaPolicy:
         options, model, row = request.options, self.model_for(request.options), None
         key = self.find_key(options.statistics_key)
         if isinstance(model, TokenModel):
-            form = _form(model.forms[key], options)
+            form = _form(model, key, options)
             row = Answer(self.method_for(options), form, request.memory, options.want_trace)
             row.wants_log_probs = options.want_log_probs
             row.executed_steps = options.executed_steps
@@ -370,6 +372,8 @@ class VlaPolicy:
                 trace = replace(trace, parts=parts)
             wanted = text if options.want_reasoning else None
             chunk = replace(chunk, trace=trace, reasoning=wanted)
+        if frame.row is not None:
+            chunk = _own_up(chunk, frame.row)
         if frame.row is not None and frame.row.wants_log_probs:
             chunk = replace(chunk, log_probs=_log_probs(frame.row))
         frame.answer = ActAnswer(chunk, memory, error)
@@ -449,15 +453,28 @@ def _version_of(distribution: str) -> str:
         return "not installed"
 
 
+def _own_up(chunk: ActionChunk, row: Answer) -> ActionChunk:
+    """Say where a grammar has made another answer of the model's own; its trace has that, too."""
+    if not isinstance(row.grammar, AnswerGrammar):
+        return chunk
+    free = row.grammar.free_tokens(row)
+    if free == row.tokens:
+        return chunk
+    trace = chunk.trace
+    if trace is not None:
+        trace = replace(trace, predicted=row.spec.name(free))
+    return replace(chunk, trace=trace, intervention=Intervention.GRAMMAR)
+
+
 def _log_probs(row: Answer) -> LogProbs:
     """How likely the model was to write the tokens of an answer."""
     return LogProbs(row.log_probs, row.method.temperature or 1.0, "vocabulary")
 
 
-def _form(form: AnswerSpec, options: ActOptions) -> AnswerSpec:
+def _form(model: Model, key: str, options: ActOptions) -> AnswerSpec:
     """What the decoder is asked for; raises `RequestError` for what is too long."""
-    wanted = options.max_tokens
-    if wanted is None:
+    form, wanted = model.forms[key], options.max_tokens
+    if wanted is None or (isinstance(model, TokenModel) and not model.cuts_answers):
         return form
     if form.stop is None:
         raise RequestError(

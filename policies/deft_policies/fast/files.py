@@ -11,7 +11,6 @@ from pathlib import Path
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from deft_policies.checkpoint.fields import JsonFields
-from deft_policies.errors import CheckpointError
 from deft_policies.fast.codec import FastCodec
 
 PROCESSOR_FILE = "processor_config.json"
@@ -32,14 +31,14 @@ def is_fast_folder(folder: Path) -> bool:
 
 def read_codec(folder: Path) -> FastCodec:
     """Read the two files; `CheckpointError` says what is wrong with them."""
-    config = _load(folder / PROCESSOR_FILE, _MOST_CONFIG_BYTES)
+    config = JsonFields.load(folder / PROCESSOR_FILE, _REMEDY, _MOST_CONFIG_BYTES)
     scale = config.value("scale", float)
     if not (0 < scale < math.inf):
         raise config.error("scale", f"is {scale:g}, expected more than 0")
     min_token = config.value("min_token", int)
     if abs(min_token) > _LAST_CHARACTER:
         raise config.error("min_token", f"is {min_token}, which no character can make up for")
-    vocabulary, merges = _read_bpe(_load(_find_tokenizer(folder), _MOST_BYTES))
+    vocabulary, merges = _read_bpe(JsonFields.load(_find_tokenizer(folder), _REMEDY, _MOST_BYTES))
     bpe = Tokenizer(models.BPE(vocab=dict(vocabulary), merges=list(merges)))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     names = sorted(vocabulary, key=vocabulary.__getitem__)
@@ -78,18 +77,6 @@ _BYTES = _gpt2_bytes()
 def _find_tokenizer(folder: Path) -> Path:
     below = folder / _SUBFOLDER / TOKENIZER_FILE
     return below if below.is_file() else folder / TOKENIZER_FILE
-
-
-def _load(path: Path, most: int) -> JsonFields:
-    """Read a file that cannot be large."""
-    if path.exists() and not path.is_file():
-        raise CheckpointError(f"{path} is no file; {_REMEDY}")
-    if path.exists() and path.stat().st_size > most:
-        raise CheckpointError(
-            f"{path} has {path.stat().st_size} bytes, no FAST tokenizer has more than {most}; "
-            f"{_REMEDY}"
-        )
-    return JsonFields.load(path, _REMEDY)
 
 
 def _optional(config: JsonFields, key: str, most: int) -> int | None:

@@ -175,7 +175,7 @@ def test_a_file_of_a_terabyte_is_not_read(folder: Path, name: str) -> None:
     os.truncate(folder / name, 2**40)
     tracemalloc.start()
     try:
-        with pytest.raises(CheckpointError, match="no FAST tokenizer has more than"):
+        with pytest.raises(CheckpointError, match="of any such file"):
             read_codec(folder)
         assert tracemalloc.get_traced_memory()[1] < MOST_MEMORY
     finally:

@@ -54,10 +54,11 @@ class RepetitionPenalty:
             before = [self.seen]
         for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
             before.append(before[parent] | {token})
-        flags = [[token in some for token in range(logits.shape[1])] for some in before]
-        came = to_device(flags, logits.device, torch.bool)
-        smaller = torch.where(logits > 0, logits / self.penalty, logits * self.penalty)
-        return torch.where(came, smaller, logits)
+        places = [(node, token) for node, some in enumerate(before) for token in some]
+        nodes, tokens = to_device(places, logits.device, torch.int64).view(-1, 2).unbind(1)
+        came, found = logits[nodes, tokens], logits.clone()
+        found[nodes, tokens] = torch.where(came > 0, came / self.penalty, came * self.penalty)
+        return found
 
     def forced(self, tokens: Sequence[int]) -> Sequence[int]:
         """None are."""

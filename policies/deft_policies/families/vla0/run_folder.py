@@ -4,7 +4,6 @@
 LoRA adapter that names its base. Either may be named as the checkpoint.
 """
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,14 +118,7 @@ def read_run(directory: Path, base: Path | None = None) -> RunFolder:
 
 def _read_config(path: Path) -> tuple[JsonFields, str]:
     """The section of the model, and how pictures are made, as a line of options."""
-    import yaml
-
-    try:
-        content = yaml.safe_load(path.read_text("utf-8"))
-        # As JSON: what YAML can hold besides is no configuration.
-        fields = JsonFields(path, json.loads(json.dumps(content)))
-    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    fields = JsonFields.load_yaml(path, "restore it")
     qwen = fields.section("MODEL").section("QWEN")
     loader = fields.section("DATALOADER").section("ROBOVERSE")
     return qwen, loader.value("cfg_opts", str, "")
