@@ -7,11 +7,12 @@ answers is known.
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
@@ -25,6 +26,9 @@ from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.sequence import AnswerSpec
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.target import PassRow, Scores, Target
+from deft_policies.fast.codec import to_coefficients
+from deft_policies.fast.files import read_codec
+from deft_policies.fast.grammar import strides_of
 from deft_policies.memory import SessionMemory
 from deft_policies.model.kv_cache import KVCache
 from deft_policies.model.llama import LlamaDecoder
@@ -32,6 +36,7 @@ from deft_policies.model.sizes import LlamaSizes
 from tests import golden_ecot
 from tests.policies.decoding.scripts import clock
 from tests.policies.decoding.test_any_length import STOP, decoder, prompt
+from tests.policies.fast.test_codec import GOLDEN as GOLDEN_FAST
 from tests.tiny_target import ACTIONS, VOCABULARY, random_prompts, scores_of
 
 LENGTH = 257
@@ -141,13 +146,19 @@ def test_nonsense_behind_old_words_costs_no_more_passes() -> None:
         above = pairs.index((above, token)) + 1
 
 
-def passes_of_ids(old: Sequence[int], new: Sequence[int], limit: int) -> int:
+def passes_of_ids(
+    old: Sequence[int],
+    new: Sequence[int],
+    limit: int,
+    strides: Mapping[int, int] | None = None,
+    width: int = 512,
+) -> int:
     """Passes until a target that wants `new` has said it, counted without a model."""
-    alignment, said, num = Alignment(old), list[int](), 0
+    alignment, said, num = Alignment(old, strides), list[int](), 0
     while len(said) < len(new):
         alignment.take(said)
         ahead = new[len(said) : -1]
-        drafted, parents = alignment.guess(said, 511, limit - 1 - len(said))
+        drafted, parents = alignment.guess(said, width - 1, limit - 1 - len(said))
         above, kept = 0, 0
         for token in ahead:
             found = [
@@ -161,6 +172,41 @@ def passes_of_ids(old: Sequence[int], new: Sequence[int], limit: int) -> int:
         said += new[len(said) : len(said) + kept + 1]
         num += 1
     return num
+
+
+def test_codes_line_up_by_what_they_stand_for() -> None:
+    """One code in place of two, behind which the same numbers go on but no code is the same place.
+
+    Codes 10 to 19 stand for one number each, 20 to 29 for two.
+    """
+    strides = {token: token // 10 for token in range(10, 30)}
+    old = [10, 11, 12, 13, 14, 15, 16, 17, 18]
+    alignment = Alignment(old, strides)
+    alignment.guess([], 64, 64)
+    alignment.take([10, 23])  # three numbers; the old answer goes on with 13
+    drafted, parents = alignment.guess([10, 23], 64, 64)
+    assert drafted[-6:] == [13, 14, 15, 16, 17, 18]
+    assert parents[-6:] == [0, *range(len(drafted) - 5, len(drafted))]
+    narrow, _ = alignment.guess([10, 23], 6, 64)
+    assert 13 in narrow
+
+
+@pytest.mark.parametrize(("num_steps", "folder"), [(1, "characters"), (8, "bytes")])
+def test_codes_of_wobbling_numbers_take_fewer_passes_by_coefficients(
+    num_steps: int, folder: str
+) -> None:
+    codec, random = read_codec(GOLDEN_FAST / folder), np.random.default_rng(0)
+    strides = dict(enumerate(strides_of(codec.pieces)))
+    counts = []
+    for _ in range(100):
+        actions = random.uniform(-0.9, 0.9, (1, 7)) + 0.2 * random.normal(size=(num_steps, 7))
+        numbers = np.array(to_coefficients(actions, codec.scale))
+        moved = numbers + (random.random(len(numbers)) < 0.1) * random.choice([-1, 1], len(numbers))
+        old, new = (codec.encode_coefficients(one.tolist()) for one in (numbers, moved))
+        ways = (passes_of_ids(old, new, 128, one, 32) for one in (None, strides))
+        counts.append([len(new), *ways])
+    plain, by_index, by_coefficient = np.mean(counts, axis=0)
+    assert by_coefficient < by_index < plain / 2
 
 
 def test_later_golden_frames_take_an_eighth_of_their_tokens() -> None:

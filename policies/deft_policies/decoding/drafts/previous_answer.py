@@ -8,13 +8,17 @@ another token, what matched stays, and up to four chains guess how the old text 
 3. from the replaced token on (something was inserted);
 4. what follows the nearest place that ends as the answer does now (something was left out).
 
+Where tokens move on by different strides, as codes that stand for several numbers do, the first of
+all is what followed where the sums of both answers are equal.
+
 The first chain gets half the width or more, the others enough to line up. Everything happens on the
 host.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from itertools import accumulate
 from operator import itemgetter
 
 from deft_policies.decoding import kinds
@@ -31,6 +35,7 @@ class Alignment:
     """Where in the old answer the new one has come to."""
 
     old: Items[int]
+    strides: Mapping[int, int] | None = None  # of tokens; None: one each
     count: int = 0  # tokens of the new answer that are taken in
     place: int = 0  # of the first old token that is not matched
     changed: int = 0  # new tokens since then
@@ -38,9 +43,14 @@ class Alignment:
     # Of the last tree: where in the old answer a chain began, and its nodes.
     chains: list[tuple[int, list[int]]] = field(default_factory=list)
     fresh: list[int] = field(init=False)  # the old answer as the target would have it now
+    _marks: dict[int, int] = field(init=False)  # sums of strides: the place behind them
 
     def __post_init__(self) -> None:
         self.fresh = list(self.old)
+        known = self.strides or {}
+        sums = accumulate((known.get(one, 0) for one in self.old), initial=0)
+        # Of equal sums the first counts: what moves nothing on stands behind it.
+        self._marks = {total: place for place, total in reversed(list(enumerate(sums)))}
 
     def take(self, tokens: Items[int], predicted: Items[int] = ()) -> None:
         """Line up with what was committed: the place is in the chain with which it agrees longest.
@@ -69,11 +79,15 @@ class Alignment:
         """Tokens and parents of up to `width` guesses behind the root, which is node 0."""
         skipped = self.place + self.changed
         starts = [skipped]
+        if self.strides is not None:
+            reached = self._marks.get(sum(self.strides.get(one, 0) for one in tokens))
+            starts = [skipped] if reached is None else [reached, skipped]
         if self.changed:
             starts += [self.place, *self._found(tokens)]
         texts = [(one, self.old) for one in dict.fromkeys(starts) if one < len(self.old)]
-        if self.fresh[skipped:] != list(self.old[skipped:]):
-            texts.insert(0, (skipped, self.fresh))
+        first = starts[0]
+        if self.fresh[first:] != list(self.old[first:]):
+            texts.insert(0, (first, self.fresh))
         short = min(max(_SHORT, width // 4), width // max(len(texts), 1))
         chains = [text[start : start + depth] for start, text in texts]
         self.drafted, parents, nodes = share_beginnings(chains, width, short)
@@ -111,7 +125,7 @@ class PreviousAnswer(DraftSource):
 
     def begin(self, sequence: Sequence) -> None:
         """Look up what the session answered last."""
-        sequence.notes[self.kind] = Alignment(sequence.memory.answer)
+        sequence.notes[self.kind] = Alignment(sequence.memory.answer, sequence.spec.strides)
 
     def draft(self, sequence: Sequence, depth: int) -> Guesses:
         """One tree of all chains, which share what starts alike."""
