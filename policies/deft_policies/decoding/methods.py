@@ -17,9 +17,11 @@ from deft_policies.decoding import kinds
 from deft_policies.decoding.acceptance import confidence, distance, numbers
 from deft_policies.decoding.acceptance.rule import AcceptanceRule, ExactMatch
 from deft_policies.decoding.plan import (
+    NUMBER_PLANS,
     OUR_PLANS,
     PLAIN,
     PLANS,
+    TEXT_PLANS,
     UNNAMED,
     Loop,
     Plan,
@@ -277,9 +279,10 @@ def _find_plans(name: str) -> tuple[Plan, ...]:
 def _with_plan(method: Method, name: str) -> Method:
     """With one of the method's own plans and no other, whatever it costs.
 
-    A method that names no plans may have any of ours.
+    A method that names no plans may have any of ours, those of texts included.
     """
-    ours = OUR_PLANS if method.plans in UNNAMED else method.plans
+    of_texts = (*TEXT_PLANS, *NUMBER_PLANS)
+    ours = (*OUR_PLANS, *of_texts) if method.plans in UNNAMED else method.plans
     every = tuple(dict.fromkeys((*method.plans, *ours, PLAIN)))
     found = next((plan for plan in every if plan.name == name), None)
     if found is None:

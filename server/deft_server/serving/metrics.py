@@ -112,7 +112,8 @@ class Metrics:
             self.policy_failures.labels(kind)
         for reason in _REASONS:
             self.unanswered.labels(reason.__name__)
-        self.interventions.labels(Intervention.CLAMP.value)
+        for one in (Intervention.CLAMP, Intervention.GRAMMAR):
+            self.interventions.labels(one.value)
         self.keys_usable = gauge("deft_keys_usable", "0 while the key file cannot be read")
         self.ready = gauge("deft_ready", "1 where frames are answered")
         self.waiting = gauge("deft_waiting_frames", "Frames waiting")

@@ -252,10 +252,12 @@ class Service:
             self.metrics.unsafe.inc()
             raise
         self.readiness.note("answers were unsafe", is_over=True)
+        if answer.intervention is not None:  # the policy says so itself
+            self.metrics.interventions.labels(answer.intervention.value).inc()
         if actions is answer.actions:
             return {}
         self.metrics.interventions.labels(Intervention.CLAMP.value).inc()
-        return {"actions": actions, "intervention": Intervention.CLAMP}
+        return {"actions": actions, "intervention": answer.intervention or Intervention.CLAMP}
 
     def _checked(
         self, actions: NDArray[np.float64], policy: HostedPolicy, options: ActOptions

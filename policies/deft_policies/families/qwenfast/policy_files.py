@@ -25,7 +25,7 @@ MOST_STATISTICS_BYTES = 2**22
 _PUBLISHED_FAST = "physical-intelligence/fast"
 _REMEDY = "restore it"
 _USUAL_PENALTY = 1.05  # of Qwen2.5-VL's own file
-_MOST_STEPS, _MOST_DIM = 256, 64
+MOST_STEPS, MOST_DIM = 256, 64  # of an answer
 
 Unnormalise = Callable[[NDArray[np.float64], ActionStatistics], NDArray[np.float64]]
 
@@ -121,16 +121,6 @@ class PolicyFiles:
         found = [Finding("action tokens", Verdict.GOOD, text)]
         doubts = (*self.doubts, *self.settings.doubts)
         return [*found, *(Finding("answers", Verdict.DOUBTFUL, one) for one in doubts)]
-
-
-def read_chunk(fields: JsonFields, key: str) -> int:
-    """How many actions an answer has."""
-    return fields.count(key, _MOST_STEPS)
-
-
-def read_dim(fields: JsonFields, key: str, default: int) -> int:
-    """How many numbers an action has."""
-    return fields.count(key, _MOST_DIM, default)
 
 
 def open_base(folder: Path) -> tuple[Tokenizer, GenerationSettings]:

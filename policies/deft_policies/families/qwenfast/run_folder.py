@@ -26,14 +26,14 @@ from deft_policies.checkpoint.tensor_file import StoredTensor, read_header
 from deft_policies.errors import CheckpointError
 from deft_policies.families.qwenfast.policy_files import (
     INSTRUCTION,
+    MOST_DIM,
     MOST_STATISTICS_BYTES,
+    MOST_STEPS,
     PolicyFiles,
     check_codec,
     check_statistics,
     find_fast,
     open_base,
-    read_chunk,
-    read_dim,
 )
 from deft_policies.model.statistics import ActionStatistics
 
@@ -106,7 +106,7 @@ def read_run(directory: Path) -> PolicyFiles:
             f"file; known: {', '.join(_MIXES)}",
         )
     base = _find_base(run, framework.section("qwenvl"))
-    action_dim = read_dim(action, "action_dim", _USUAL_DIM)
+    action_dim = action.count("action_dim", MOST_DIM, _USUAL_DIM)
     num_steps = _read_horizon(action)
     fast, codec = find_fast(
         [*(one / _MODELS / "fast" for one in run.parents), base.parent / "fast"]
@@ -140,9 +140,8 @@ def read_run(directory: Path) -> PolicyFiles:
 def _read_horizon(action: JsonFields) -> int:
     """Under two names; of both the one counts that says the number itself."""
     if action.has("action_horizon"):
-        return read_chunk(action, "action_horizon")
-    key = "future_action_window_size"
-    return 1 + (read_chunk(action, key) if action.value(key, int, _USUAL_AHEAD) else 0)
+        return action.count("action_horizon", MOST_STEPS)
+    return 1 + action.count("future_action_window_size", MOST_STEPS, _USUAL_AHEAD, least=0)
 
 
 def _find_base(run: Path, qwen: JsonFields) -> Path:
