@@ -19,8 +19,8 @@ from deft_policies.families.qwenfast.policy_files import (
     INSTRUCTION,
     MOST_STATISTICS_BYTES,
     PolicyFiles,
-    check_codec,
     check_statistics,
+    doubts_of,
     find_fast,
     open_base,
 )
@@ -75,10 +75,9 @@ def read_folder(folder: Path, num_steps: int | None) -> PolicyFiles:
     """Read a checkpoint; `CheckpointError` for what is not served."""
     fast, codec = find_fast([folder / "fast"])
     chunk = num_steps or codec.num_steps or 1
-    check_codec(fast, codec, chunk, _ACTION_DIM)
     tokenizer, settings = open_base(folder)
     stored = find_tensors(folder)
-    doubts = []
+    doubts = [*doubts_of(fast, codec, chunk, _ACTION_DIM)]
     if num_steps is None and codec.num_steps is None:
         doubts.append(
             "one action per answer is served: how many there are is in no file. NORA-long and its "

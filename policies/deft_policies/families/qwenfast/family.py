@@ -32,6 +32,7 @@ from deft_policies.model.graphs import Reserve, StepRunner
 from deft_policies.model.quantization import check_quantization
 from deft_policies.model.tensor_names import TensorPlace
 
+_USUAL_TOKENS = 20  # of an answer by transformers, where no file says
 _INSTRUCTION = 96  # ids of an instruction that passes are captured for
 
 
@@ -98,9 +99,12 @@ class FastFamily(Family):
     @property
     def longest_answer(self) -> int:
         """Tokens: one or two for a coefficient in any published tokenizer, and the end."""
-        files, wanted = self.files, self.options.max_tokens
+        files, options = self.files, self.options
         usual = 2 * files.num_coefficients + 1
-        return wanted or max(usual, files.settings.max_new_tokens or 0, 20)
+        if options.grammar == "on":  # it bounds answers itself
+            return usual
+        published = files.settings.max_new_tokens or _USUAL_TOKENS
+        return options.max_tokens or max(usual, published)
 
     def planned_bytes(self, dtype: torch.dtype) -> Mapping[str, int]:
         """Of the decoder's passes; the tower's are small beside them."""

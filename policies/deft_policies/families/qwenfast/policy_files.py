@@ -1,5 +1,6 @@
 """What the files of a policy say that writes FAST codes with Qwen2.5-VL, whichever project's."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,10 +157,21 @@ def check_statistics(
             )
 
 
-def check_codec(fast: Path, codec: FastCodec, num_steps: int, action_dim: int) -> None:
-    """Raise `CheckpointError` where a FAST tokenizer is for chunks of another size."""
+def doubts_of(fast: Path, codec: FastCodec, num_steps: int, action_dim: int) -> tuple[str, ...]:
+    """What speaks against a FAST tokenizer for chunks of this size.
+
+    The projects set both sizes themselves, whatever its file says.
+    """
+    found = []
     if codec.num_steps not in (None, num_steps) or codec.action_dim not in (None, action_dim):
-        raise CheckpointError(
-            f"{fast / PROCESSOR_FILE} is for {codec.num_steps} x {codec.action_dim} numbers, the "
-            f"policy answers with {num_steps} x {action_dim}; give the policy's own FAST tokenizer"
+        found.append(
+            f"{fast / PROCESSOR_FILE} is for {codec.num_steps} x {codec.action_dim} numbers, and "
+            f"answers have {num_steps} x {action_dim}: is it the policy's own?"
         )
+    lowest = -round(codec.scale * math.sqrt(num_steps))
+    if lowest < codec.min_token:
+        found.append(
+            f"{fast} begins at the coefficient {codec.min_token}, and a chunk at its lowest has "
+            f"{lowest}: is it the policy's own?"
+        )
+    return tuple(found)

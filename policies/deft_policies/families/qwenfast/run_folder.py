@@ -30,8 +30,8 @@ from deft_policies.families.qwenfast.policy_files import (
     MOST_STATISTICS_BYTES,
     MOST_STEPS,
     PolicyFiles,
-    check_codec,
     check_statistics,
+    doubts_of,
     find_fast,
     open_base,
 )
@@ -111,7 +111,6 @@ def read_run(directory: Path) -> PolicyFiles:
     fast, codec = find_fast(
         [*(one / _MODELS / "fast" for one in run.parents), base.parent / "fast"]
     )
-    check_codec(fast, codec, num_steps, action_dim)
     tokenizer, settings = open_base(base)
     stored, weights, doubts = _find_weights(run)
     statistics = _read_statistics(run / STATISTICS_FILE, mix, action_dim)
@@ -133,7 +132,7 @@ def read_run(directory: Path) -> PolicyFiles:
         gripper=f"{gripper}: StarVLA's LIBERO evaluation sends 1 - 2 (g > 0.5)",
         settings=settings,
         tokenizer=tokenizer,
-        doubts=doubts,
+        doubts=(*doubts, *doubts_of(fast, codec, num_steps, action_dim)),
     )
 
 

@@ -329,6 +329,9 @@ def test_a_limit_cuts_no_answer_that_has_a_grammar() -> None:
         request = ActRequest(observe(frame), options=options)
         answer = policy_of("nora", "lossless", grammar).act([request])[0]
         assert (answer.error is None) == (grammar == "on")
+        family = open_model(options_of("nora", grammar=grammar, max_tokens=2))
+        assert isinstance(family, NoraFamily)
+        assert family.longest_answer == (15 if grammar == "on" else 2)
 
 
 def test_int8_answers() -> None:
