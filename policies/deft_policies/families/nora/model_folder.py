@@ -81,7 +81,7 @@ def read_folder(folder: Path, num_steps: int | None) -> PolicyFiles:
     if num_steps is None and codec.num_steps is None:
         doubts.append(
             "one action per answer is served: how many there are is in no file. NORA-long and its "
-            "fine-tunes need --chunk 5, or no answer is an action"
+            "fine-tunes need --chunk 5, or no action is right"
         )
     if settings.max_new_tokens is None:
         doubts.append(

@@ -117,7 +117,7 @@ class PolicyFiles:
         text = (
             f"{self.fast}: {len(codec.pieces)} codes, scale {codec.scale:g}, from {codec.min_token}"
             f" on; an answer is {self.num_steps} x {self.action_dim} = {num} coefficients. Of "
-            "another FAST tokenizer than the policy's own no answer would be an action"
+            "another FAST tokenizer than the policy's own no action would be right"
         )
         found = [Finding("action tokens", Verdict.GOOD, text)]
         doubts = (*self.doubts, *self.settings.doubts)
