@@ -36,7 +36,6 @@ from deft_policies.families.pi0fast.network import (
     our_name,
     read_sizes,
 )
-from deft_policies.families.pi0fast.pictures import SIDE
 from deft_policies.families.pi0fast.words import find_folder, read_words
 from deft_policies.fast.files import read_codec
 from deft_policies.fast.grammar import ChunkGrammar
@@ -92,10 +91,6 @@ class Pi0FastFamily(Family):
         self._stored = {our_name(name): one for name, one in find_tensors(directory).items()}
         shapes = {name: one.shape for name, one in self._stored.items()}
         llm, tower = read_sizes(shapes, directory)
-        if tower.image_size != SIDE:
-            raise CheckpointError(
-                f"{directory}: the tower looks at {tower.image_size} pixels, expected {SIDE}"
-            )
         codes = words.code_ids(len(codec.pieces), files.num_skipped)
         answer_ids = sorted({*codes, *words.prefix, words.end})
         if answer_ids[0] < 0 or answer_ids[-1] >= llm.vocabulary:

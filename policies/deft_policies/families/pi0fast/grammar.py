@@ -4,7 +4,7 @@ The beginning and the end cost no pass. Where the decoder has the rows of answer
 model would have written something else is asked once, by the whole head, when the answer has ended.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,18 +15,13 @@ from deft_policies.decoding.target import PassRow, Scores, Target
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.fast.answer import AnswerGrammar
 from deft_policies.fast.grammar import Place
-from deft_policies.model.graphs import StepRunner
 from deft_policies.model.kv_cache import KVCache
-from deft_policies.model.llama import LlamaDecoder
-from deft_policies.model.sizes import TokenRange
 
 
 class WatchedTarget(Target):
     """Keeps the hidden states of the last pass, by answer, for grammars to take."""
 
-    def __init__(self, decoder: LlamaDecoder, runner: StepRunner) -> None:
-        super().__init__(decoder, TokenRange(0, -1), runner=runner)
-        self.hidden: dict[int, Tensor] = {}  # [node, width]
+    hidden: Mapping[int, Tensor] = {}  # [node, width]
 
     def forward(self, cache: KVCache, rows: Sequence[PassRow]) -> Scores:
         """As any target, and remember what was computed."""
@@ -54,7 +49,7 @@ class Pi0FastGrammar(AnswerGrammar):
     def adjust(self, logits: Tensor, answer: Answer, tree: DraftTree) -> Tensor:
         """Forbid what may not follow each node."""
         first = answer.num_cached + 1 if answer.records else 0
-        self._seen.append((first, self.target.hidden.pop(answer.number)))
+        self._seen.append((first, self.target.hidden[answer.number]))
         return super().adjust(logits, answer, tree)
 
     def _places(self, answer: Answer, tree: DraftTree) -> list[Place]:

@@ -70,8 +70,9 @@ class Pi0Fast(TokenModel):
             # Behind the decoder's tokens, what only the whole head can say.
             self._names = (*config.answer_ids, *others)
             columns = {token: column for column, token in enumerate(self._names)}
-            self.target: Target = WatchedTarget(network.decoder, runner)
             tokens, self._stop = [columns[one] for one in ids], columns[words.end]
+            codes = TokenRange(min(tokens), max(tokens))
+            self.target: Target = WatchedTarget(network.decoder, codes, runner=runner)
             self._prefix = tuple(columns[one] for one in words.prefix)
             by_code = to_device(tokens, self.device_of(network), torch.int64)
             chunk = ChunkGrammar(codec.pieces, files.horizon * files.action_dim)
@@ -79,7 +80,8 @@ class Pi0Fast(TokenModel):
             self._columns = columns
             self.cuts_answers = False
         else:
-            self.target = Target(network.decoder, TokenRange(0, -1), runner=runner)
+            codes = TokenRange(min(tokens), max(tokens))
+            self.target = Target(network.decoder, codes, runner=runner)
         self._strides = dict(zip(tokens, strides_of(codec.pieces), strict=True))
         super().__init__(network, self._encode, None, config.statistics, runner)
         self.num_steps = files.horizon

@@ -26,6 +26,7 @@ HEAD, TABLE = "lm_head.weight", "model.language_model.embed_tokens.weight"
 _LAYERS, _TOWER = "model.language_model.", "model.vision_tower.vision_model."
 _PROJECTOR = "model.multi_modal_projector.linear"
 _PREFIX = re.compile(r"^(model\.)?paligemma_with_expert\.paligemma\.")
+_SIDE, _PATCH = 224, 14
 _TOWER_HEADS = 16  # in no file: of every SigLIP-So400m
 _NORM = re.compile(r"model\.language_model\.(layers\.\d+\.\w+_layernorm|norm)\.weight")
 
@@ -104,6 +105,10 @@ def our_name(name: str) -> str:
     return _PREFIX.sub("", name)
 
 
+# Far beyond any such model: what says more is damaged, and not worth laying out.
+_MOST_ROWS, _MOST_WIDTH, _MOST_MLP, _MOST_LAYERS = 1 << 21, 1 << 16, 1 << 18, 1024
+
+
 def read_sizes(shapes: Mapping[str, Shape], directory: Path) -> tuple[LlamaSizes, TowerConfig]:
     """Sizes of the decoder and of the tower; `shapes` are by our names."""
 
@@ -155,6 +160,19 @@ def read_sizes(shapes: Mapping[str, Shape], directory: Path) -> tuple[LlamaSizes
         image_size=side * patch,
         patch_size=patch,
     )
+    for what, size, most in (
+        ("words", rows, _MOST_ROWS),
+        ("numbers of a row", max(width, inner, vision_width), _MOST_WIDTH),
+        ("numbers of an MLP", max(llm.mlp_width, tower.mlp), _MOST_MLP),
+        ("layers", max(llm.num_layers, tower.depth), _MOST_LAYERS),
+    ):
+        if size > most:
+            raise CheckpointError(f"{directory}: {size} {what} are more than any model's {most}")
+    if (tower.image_size, patch) != (_SIDE, _PATCH):
+        raise CheckpointError(
+            f"{directory}: the tower looks at {tower.image_size} pixels in patches of {patch}, "
+            f"expected {_SIDE} and {_PATCH}"
+        )
     return llm, tower
 
 
