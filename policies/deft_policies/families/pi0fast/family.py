@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from deft_policies.base import Finding
+from deft_policies.base import Finding, Verdict
 from deft_policies.checkpoint.open import (
     CheckpointSource,
     check_memory,
@@ -37,6 +37,7 @@ from deft_policies.families.pi0fast.network import (
     read_sizes,
 )
 from deft_policies.families.pi0fast.words import find_folder, read_words
+from deft_policies.families.qwenfast.policy_files import doubts_of
 from deft_policies.fast.files import read_codec
 from deft_policies.fast.grammar import ChunkGrammar
 from deft_policies.model.formats import Quantization
@@ -79,15 +80,7 @@ class Pi0FastFamily(Family):
         self.words = words = read_words(find_folder(directory, files.text_tokenizer))
         fast = find_folder(directory, files.fast_tokenizer)
         self.codec = codec = read_codec(fast)
-        for name, ours, theirs in (
-            ("time_horizon", files.horizon, codec.num_steps),
-            ("action_dim", files.action_dim, codec.action_dim),
-        ):
-            if theirs not in (None, ours):
-                raise CheckpointError(
-                    f"{fast}: {name} is {theirs}, the checkpoint's answers have {ours}; it is "
-                    "another policy's tokenizer"
-                )
+        self._doubts = doubts_of(fast, codec, files.horizon, files.action_dim)
         self._stored = {our_name(name): one for name, one in find_tensors(directory).items()}
         shapes = {name: one.shape for name, one in self._stored.items()}
         llm, tower = read_sizes(shapes, directory)
@@ -144,9 +137,11 @@ class Pi0FastFamily(Family):
     @property
     def longest_answer(self) -> int:
         """Tokens: with a grammar there is room for two for a coefficient."""
-        files, wanted = self.files, self.options.max_tokens
+        files, options = self.files, self.options
         usual = 2 * files.horizon * files.action_dim + len(self.words.prefix) + 1
-        return wanted or max(files.max_tokens, usual if self.options.grammar == "on" else 0)
+        if options.grammar == "on":  # it bounds answers itself
+            return max(usual, files.max_tokens)
+        return options.max_tokens or files.max_tokens
 
     @property
     def reserve(self) -> Reserve:
@@ -168,7 +163,8 @@ class Pi0FastFamily(Family):
         precision, _ = choose_precision(options, choose_device(options.device))
         num_cameras = len(files.robot_cameras)
         costs = find_costs(self.config, self.places, num_cameras, DTYPES[precision])
-        return [*traps, costs]
+        doubts = [Finding("answers", Verdict.DOUBTFUL, one) for one in self._doubts]
+        return [*traps, *doubts, costs]
 
     def load(
         self, device: torch.device, dtype: torch.dtype, runner: StepRunner | None = None

@@ -59,3 +59,21 @@ def test_statistics_of_the_other_kind_are_named(folder: Path) -> None:
 def test_fewer_executed_actions_are_told_apart_from_a_shorter_chunk(folder: Path) -> None:
     change(folder / "config.json", "n_action_steps", 5)
     assert "execute 5" in found("", folder)["answers"].text
+
+
+@pytest.mark.parametrize("settings", [{"time_horizon": 4, "action_dim": 7}, {"min_token": -3}])
+def test_a_fast_tokenizer_of_other_chunks_is_a_doubt(
+    settings: dict[str, int], folder: Path
+) -> None:
+    """LeRobot sets both sizes itself."""
+    for key, value in settings.items():
+        change(folder / "lerobot/fast-action-tokenizer/processor_config.json", key, value)
+    answers = [one for one in examine(options_of(str(folder))) if one.subject == "answers"]
+    assert [one.verdict for one in answers] == [Verdict.GOOD, Verdict.DOUBTFUL]
+
+
+def test_max_tokens_cut_answers_without_the_grammar_alone() -> None:
+    for grammar, most in (("on", 256), ("off", 9)):
+        family = open_model(options_of("quantile", grammar=grammar, max_tokens=9))
+        assert isinstance(family, Pi0FastFamily)
+        assert family.longest_answer == most

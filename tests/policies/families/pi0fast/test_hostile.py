@@ -191,12 +191,6 @@ def test_padding_and_cutting_that_a_tokenizer_asks_for_are_not_done(folder: Path
     open_model(options_of(str(folder)))
 
 
-@pytest.mark.parametrize("key", ["time_horizon", "action_dim"])
-def test_a_fast_tokenizer_of_another_policy(key: str, folder: Path) -> None:
-    edit(folder / FAST / "processor_config.json", lambda c: c.update({key: 3}))
-    assert key in refusal(folder)
-
-
 def test_codes_that_reach_down_to_words(folder: Path) -> None:
     """As many as there are words: some would be the end of answers."""
 
