@@ -22,6 +22,7 @@ TYPE = "pi0_fast"
 IMAGES = "observation.images."  # how names of cameras begin
 _STATE, _ACTION = "observation.state", "action"
 _PREPROCESSOR, _POSTPROCESSOR = "policy_preprocessor.json", "policy_postprocessor.json"
+_ORBAX = "params"
 _EMPTY = "empty_camera_"  # LeRobot's names of cameras that no robot has
 _SIDE = 224  # pixels of a picture
 _MOST_CAMERAS, _MOST_NUMBERS, _MOST_STEPS, _MOST_TOKENS = 16, 1024, 1024, 4096
@@ -83,6 +84,11 @@ def is_pi0_fast(directory: Path) -> bool:
 
 def read_files(directory: Path) -> Pi0FastFiles:
     """Read and check a folder's JSON files and statistics."""
+    if not (directory / CONFIG_FILE).exists() and (directory / _ORBAX).is_dir():
+        raise CheckpointError(
+            f"{directory} is a checkpoint of openpi ({_ORBAX}/ is Orbax), which is not read; "
+            "convert it to LeRobot's names and layout first: docs/pi0fast.md says how they differ"
+        )
     config = _load(directory / CONFIG_FILE)
     if (found := config.value("type", str, "unknown")) != TYPE:
         raise config.error(

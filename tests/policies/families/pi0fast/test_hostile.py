@@ -266,3 +266,8 @@ def test_tokenizers_that_are_nowhere(folder: Path, monkeypatch: pytest.MonkeyPat
     text = refusal(folder)
     assert WORDS in text
     assert "below" in text
+
+
+def test_a_checkpoint_of_openpi_is_named(tmp_path: Path) -> None:
+    (tmp_path / "params").mkdir()
+    assert "Orbax" in refusal(tmp_path)
