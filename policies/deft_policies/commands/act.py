@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from PIL import UnidentifiedImageError
 from deft_client.commands.program import CommandParser
 from deft_client.errors import WireError
 from deft_client.types import ActOptions, DecodeTrace, Image, Observation
-from deft_client.wire.fields import SENTENCE, Kind, ReadContext, list_of, record_of
+from deft_client.wire.fields import SENTENCE, Kind, ReadContext, list_of, map_of, record_of
 from deft_policies.base import ActAnswer, ActRequest, Policy
 from deft_policies.commands.parse import parse_command, run_command
 from deft_policies.errors import PolicyError, RequestError
@@ -26,20 +26,33 @@ _STAGES = ("prepare", "vision", "prefill", "draft", "verify", "judge", "commit",
 
 @dataclass(frozen=True)
 class Case:
-    """What a robot sees and is to do. Cases of one session are frames of one robot, in order."""
+    """What a robot sees and is to do. Cases of one session are frames of one robot, in order.
 
-    image: Path
+    Pictures are the image and the wrist cameras, or `cameras` by the names that the policy has for
+    them; without an `image` the first of them is the frame.
+    """
+
+    image: Path | None
     instruction: str
     wrist_images: tuple[Path, ...] = ()  # in the order in which the model reads them
     state: tuple[float, ...] | None = None
     statistics_key: str | None = None
     session_id: str | None = None
+    cameras: Mapping[str, Path] = field(default_factory=dict)
     max_tokens: int | None = None  # of an answer with reasoning
     reasoning: bool | None = None  # think aloud; None: where the policy does so without being asked
 
 
 _PATH = Kind(lambda *given: Path(SENTENCE.read(*given)), SENTENCE.schema)
-_CASE = record_of(Case, {"image": _PATH, "instruction": SENTENCE, "wrist_images": list_of(_PATH)})
+_CASE = record_of(
+    Case,
+    {
+        "image": _PATH,
+        "instruction": SENTENCE,
+        "wrist_images": list_of(_PATH),
+        "cameras": map_of(_PATH),
+    },
+)
 
 
 def main(arguments: list[str]) -> int:
@@ -108,9 +121,12 @@ def load_image(path: Path) -> Image:
 
 def observe(case: Case) -> Observation:
     """Read the pictures that a case names."""
-    wrists = {f"wrist_{index}": load_image(path) for index, path in enumerate(case.wrist_images)}
+    cameras = {f"wrist_{index}": load_image(path) for index, path in enumerate(case.wrist_images)}
+    cameras |= {name: load_image(path) for name, path in case.cameras.items()}
+    # The very array of a camera: a policy that goes by names must not count it twice.
+    frame = next(iter(cameras.values())) if case.image is None else load_image(case.image)
     state = None if case.state is None else np.array(case.state, dtype=np.float32)
-    return Observation(load_image(case.image), case.instruction, wrists, state)
+    return Observation(frame, case.instruction, cameras, state)
 
 
 def answer_cases(policy: Policy, cases: Sequence[Case], batch_size: int) -> Iterator[str]:
@@ -170,7 +186,8 @@ def _describe(answer: ActAnswer) -> dict[str, object]:
     chunk, actions = answer.chunk, answer.chunk.actions.tolist()
     trace = chunk.trace or DecodeTrace("", (), (), (), ())
     # One list per action, but for a single one.
-    is_chunk = len(actions) > 1 and len(trace.tokens) == chunk.actions.size
+    is_text = chunk.reasoning is not None
+    is_chunk = len(actions) > 1 and len(trace.tokens) == chunk.actions.size and not is_text
     described: dict[str, object] = {
         "tokens": np.reshape(trace.tokens, chunk.actions.shape if is_chunk else -1).tolist(),
         "actions": actions,
@@ -195,10 +212,14 @@ def _read_case(line: str, where: str, folder: Path) -> Case:
         case = _CASE.read(json.loads(line), "", ReadContext(is_json=True))
     except (ValueError, WireError) as error:
         raise PolicyError(
-            f"{where} must be an object with image and instruction; {error}"
+            f"{where} must be an object with image (or cameras) and instruction; {error}"
         ) from None
+    if case.image is None and not case.cameras:
+        raise PolicyError(f"{where} has neither image nor cameras")
+    image = None if case.image is None else _find_image(case.image, where, folder)
     wrists = tuple(_find_image(one, where, folder) for one in case.wrist_images)
-    return replace(case, image=_find_image(case.image, where, folder), wrist_images=wrists)
+    cameras = {name: _find_image(one, where, folder) for name, one in case.cameras.items()}
+    return replace(case, image=image, wrist_images=wrists, cameras=cameras)
 
 
 def _find_image(name: Path, where: str, folder: Path) -> Path:

@@ -402,6 +402,8 @@ class Engine:
         sequence.action_tokens = self.target.action_tokens
         sequence.guard, sequence.choice, sequence.shape = guard, choice, plan.shape
         sequence.limit = spec.max_tokens + method.loop.num_behind * spec.is_action
+        if prompt.grammar is not None:  # how every answer begins: cached by the prefill
+            sequence.extend(prompt.grammar.forced(()))
         if method.temperature > 0.0:
             sequence.noise_key = noise_key(method.seed, sequence.memory.draw)
         sources = {kind: self._source(kind) for kind in (*plan.prefill, *plan.rounds)}
@@ -532,7 +534,7 @@ def _pending(sequence: Sequence) -> list[int]:
     """Committed tokens that are not cached, the root last; of a prefill the prompt's last."""
     if not sequence.records:
         assert sequence.prompt is not None
-        return [sequence.prompt.last_token]
+        return [sequence.prompt.last_token, *sequence.tokens]
     return [UNREAD] if sequence.num_unread else sequence.tokens[sequence.num_cached :]
 
 

@@ -43,6 +43,7 @@ class Family(ABC):
     refuses: tuple[str, ...] = ()  # flags, or kinds of them, that say nothing to it; and why
     refusal = ""
     writes_codes = False  # whether answers are FAST codes, which have a grammar
+    pads_state = False  # whether its prompts can have a padded state
 
     def __init__(self, source: CheckpointSource | None, options: ModelOptions) -> None:
         """Check everything but the weights; raises `CheckpointError`."""
@@ -50,6 +51,8 @@ class Family(ABC):
             raise CheckpointError(f"{', '.join(given)}: {self.refusal}")
         if not self.writes_codes and options.given("--grammar"):
             raise CheckpointError(f"--grammar: {self.name} writes no FAST codes; leave it out")
+        if not self.pads_state and options.given("--padded-state"):
+            raise CheckpointError(f"--padded-state: {self.name} writes no state; leave it out")
         self.source, self.options = source, options
 
     @staticmethod

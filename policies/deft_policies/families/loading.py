@@ -29,6 +29,7 @@ from deft_policies.families.nora.family import NoraFamily
 from deft_policies.families.oft.family import OftFamily
 from deft_policies.families.openvla import OpenVLA, OpenVLAFamily, VlaTarget
 from deft_policies.families.options import ModelOptions
+from deft_policies.families.pi0fast.family import Pi0FastFamily
 from deft_policies.families.policy import VlaPolicy, choose_method
 from deft_policies.families.qwenfast.family import QwenFastFamily
 from deft_policies.families.vla0.family import Vla0Family
@@ -46,6 +47,7 @@ _WIDE = 1024
 # In the order in which they are asked whether files are theirs; the last one takes what is left.
 FAMILIES: tuple[type[Family], ...] = (
     Vla0Family,
+    Pi0FastFamily,
     QwenFastFamily,
     NoraFamily,
     EcotFamily,

@@ -83,6 +83,12 @@ class Model(ABC):
     def decode(self, key: str, values: Values) -> NDArray[np.float64]:
         """Actions [step, action_dim] in robot units; raises `NoActionError` where it holds none."""
 
+    def for_robot(
+        self, actions: NDArray[np.float64], observation: Observation
+    ) -> NDArray[np.float64]:
+        """Actions as the robot takes them, where they depend on what it has reported."""
+        return actions
+
     def limits(self, key: str) -> ActionLimits:
         """The range of actions under a statistics key; the last dimension is the gripper."""
         statistics = self.statistics[key]

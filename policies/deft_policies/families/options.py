@@ -15,7 +15,7 @@ from deft_policies.decoding.methods import DEFAULT_METHOD, PRESETS
 from deft_policies.decoding.plan import KeyMask, RopeOffset, TreeShape, read_tree
 from deft_policies.model.formats import Precision, Quantization
 
-FAMILY_NAMES = ("openvla", "oft", "ecot", "vla0", "qwenfast", "nora")
+FAMILY_NAMES = ("openvla", "oft", "ecot", "vla0", "qwenfast", "nora", "pi0fast")
 PROMPTS = ("vicuna", "in-out", "openvla+vicuna", "openvla+in-out")
 # Of a model that answers token by token; of one that writes before it acts.
 OF_DECODING, OF_REASONING = "decoding", "reasoning"
@@ -209,6 +209,12 @@ class ModelOptions:
         choices=("on", "off"),
         help="of answers in FAST codes: on, nothing but a whole chunk can be written; off, as "
         "published, what is no chunk is an error; default: on",
+    )
+
+    pads_state: bool = _flag(
+        "--padded-state",
+        False,
+        help="of pi0-FAST: the prompt has the state padded with zeros, as LeRobot 0.4 wrote it",
     )
 
     def given(self, *names: str) -> list[str]:

@@ -359,7 +359,9 @@ class VlaPolicy:
         memory = frame.request.memory if frame.row is None else frame.row.memory
         model, options, error = frame.model, frame.request.options, None
         try:
-            chunk = ActionChunk(model.decode(frame.key, values), trace=trace)
+            actions = model.decode(frame.key, values)
+            actions = model.for_robot(actions, frame.request.observation)
+            chunk = ActionChunk(actions, trace=trace)
         except NoActionError as none:
             nothing = np.empty((0, model.statistics[frame.key].action_dim))
             chunk, error = ActionChunk(nothing, trace=trace), none

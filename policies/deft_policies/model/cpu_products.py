@@ -50,7 +50,7 @@ def pack(weight: Tensor, bias: Tensor | None = None, activation: str = "none") -
         return None
     if weight.dtype == torch.float32 and can_pack_halves() and _fits_halves(weight):
         return Packed(_pack_halves(weight), least_rows=1)
-    if weight.dtype in (torch.float32, torch.bfloat16) and can_pack():
+    if weight.dtype in (torch.float32, torch.bfloat16) and can_pack(weight.dtype):
         product = _pack(weight, bias, activation)
         return Packed(product, least_rows=1 if weight.dtype == torch.bfloat16 else 2)
     return None
@@ -116,10 +116,10 @@ def _fits_halves(weight: Tensor) -> bool:
     return bool((weight.half().float() - weight).abs().max() <= _HALF_STEP)
 
 
-@lru_cache(maxsize=1)
-def can_pack() -> bool:
-    """Whether this torch multiplies by weights in oneDNN's layout."""
-    return _works(lambda weight: _pack(weight, None, "none"))
+@lru_cache(maxsize=2)
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this torch multiplies by weights in oneDNN's layout, on this processor."""
+    return _works(lambda weight: _pack(weight, None, "none"), dtype)
 
 
 @lru_cache(maxsize=1)
@@ -128,8 +128,8 @@ def can_pack_halves() -> bool:
     return _works(_pack_halves)
 
 
-def _works(packs: Callable[[Tensor], Product]) -> bool:
-    weight = torch.eye(2, device="cpu")
+def _works(packs: Callable[[Tensor], Product], dtype: torch.dtype = torch.float32) -> bool:
+    weight = torch.eye(2, device="cpu", dtype=dtype)
     try:
         return torch.equal(packs(weight)(weight), weight)
     except (AttributeError, NotImplementedError, RuntimeError):

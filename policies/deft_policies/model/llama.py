@@ -4,8 +4,9 @@ The query, key and value weights are one matrix, and so are gate and up. Inferen
 weights through a cache: see `passes`. Draft heads are single layers, and attend alike.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,10 @@ from deft_policies.model.sizes import LlamaSizes
 if TYPE_CHECKING:
     from deft_policies.model.kernels.launch import FusedKernels
 
+GATES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+}
 _ALIGNMENT = 16  # of the rows of a mask: attention copies others, in every layer
 
 
@@ -218,17 +223,18 @@ class LlamaAttention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU with gate and up in one matrix."""
+    """SwiGLU, or its like of another gate, with gate and up in one matrix."""
 
-    def __init__(self, width: int, mlp_width: int) -> None:
+    def __init__(self, width: int, mlp_width: int, gate: str = "silu") -> None:
         super().__init__()
+        self.gate = GATES[gate]
         self.gate_up = nn.Linear(width, 2 * mlp_width, bias=False)
         self.down = nn.Linear(mlp_width, width, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Apply to each token."""
         gate, up = self.gate_up(hidden).chunk(2, dim=-1)
-        lowered: Tensor = self.down(functional.silu(gate) * up)
+        lowered: Tensor = self.down(self.gate(gate) * up)
         return lowered
 
 
@@ -240,7 +246,7 @@ class Layer(nn.Module):
         self.attention_norm = RMSNorm(sizes.width, sizes.norm_eps)
         self.attention = LlamaAttention(sizes)
         self.mlp_norm = RMSNorm(sizes.width, sizes.norm_eps)
-        self.mlp = GatedMLP(sizes.width, sizes.mlp_width)
+        self.mlp = GatedMLP(sizes.width, sizes.mlp_width, sizes.gate)
 
     def forward(self, hidden: Tensor, attention: Attention) -> Tensor:
         """Return the new residual stream."""

@@ -19,7 +19,7 @@ from deft_policies.model.cpu_products import (
     find_rows,
     pack,
 )
-from deft_policies.model.llama import Layer, LlamaDecoder, RMSNorm
+from deft_policies.model.llama import GATES, Layer, LlamaDecoder, RMSNorm
 from deft_policies.model.quantization import Fp8Linear, Fp8Rows
 
 if TYPE_CHECKING:
@@ -107,12 +107,12 @@ class LlamaPasses:
         )
 
     def _open(self, gate_up: Tensor, reader: "Projection") -> "Tensor | Fp8Rows":
-        """silu(gate) * up."""
-        if self._kernels is not None:
+        """gate(gate) * up; fused kernels know SiLU alone."""
+        if self._kernels is not None and self._sizes.gate == "silu":
             fused = self._kernels
             return (fused.silu_times_fp8 if reader.is_fp8 else fused.silu_times)(gate_up)
         gate, up = gate_up.chunk(2, dim=1)
-        return functional.silu(gate).mul_(up)
+        return GATES[self._sizes.gate](gate).mul_(up)
 
 
 class Projection:

@@ -6,7 +6,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -32,6 +32,7 @@ class LlamaSizes:
     rope_theta: float = 10000.0
     max_positions: int = 2048
     has_qkv_bias: bool = False  # of queries, keys and values, as in Qwen2
+    gate: Literal["silu", "gelu_tanh"] = "silu"  # what opens the MLP
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,55 @@
+"""pi0-FAST's reference answers: tests/golden/pi0fast/README.md says how they were computed."""
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from deft_client.types import Observation
+from deft_policies.families.options import ModelOptions
+from deft_policies.model.formats import Precision
+
+GOLDEN = Path(__file__).parent / "golden/pi0fast"
+VARIANTS = ("quantile", "meanstd")
+
+
+@cache
+def variant(name: str) -> dict[str, Any]:
+    """Cases, sessions and details of a checkpoint."""
+    found: dict[str, Any] = json.loads((GOLDEN / "expected.json").read_text())["variants"][name]
+    return found
+
+
+def case(name: str, number: int) -> dict[str, Any]:
+    """A single frame, by the number it was made with."""
+    return next(one for one in variant(name)["cases"] if one["number"] == number)
+
+
+def frames(name: str) -> Iterator[dict[str, Any]]:
+    """Every single case, then every frame of the session."""
+    yield from variant(name)["cases"]
+    for session in variant(name)["sessions"]:
+        for frame in session["frames"]:
+            yield {**frame, "instruction": session["instruction"]}
+
+
+def options_of(name: str, **more: Any) -> ModelOptions:
+    """In float32."""
+    more.setdefault("precision", Precision.FLOAT32)
+    return ModelOptions(checkpoint=str(GOLDEN / name), **more)
+
+
+def picture(path: str) -> NDArray[np.uint8]:
+    return np.asarray(Image.open(GOLDEN / path).convert("RGB"))
+
+
+def observation(frame: dict[str, Any]) -> Observation:
+    """With cameras by LeRobot's names, the first of them as the frame."""
+    cameras = {name: picture(path) for name, path in frame["images"].items()}
+    first = next(iter(cameras.values()))
+    return Observation(first, frame["instruction"], cameras, np.float32(frame["state"]))
