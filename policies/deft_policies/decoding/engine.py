@@ -222,7 +222,8 @@ class Engine:
             if sequence.wants_log_probs:
                 _note_log_probs(sequence, tree, last.scores.logits[last.scores.nodes(index, tree)])
             if sequence.grammar is not None and not sequence.is_done:
-                sequence.extend(sequence.grammar.forced(sequence.tokens))
+                room = self._widest_of(sequence) - 1  # beside the bonus, in the next tree
+                sequence.extend(sequence.grammar.forced(sequence.tokens), room)
             start = row.start
             moves += [
                 (sequence.slot, start + node, start + at)

@@ -110,7 +110,9 @@ class Reading:
                 if tree.odds is not None:
                     place.chosen = columns.add(ratio_test(sequence, tree, logits))
             if sequence.wants_margins:
-                place.gaps = columns.add(top_gap(logits, scores.best[here]))
+                # Where a grammar leaves one token the gap is not finite, which no trace can say.
+                gaps = top_gap(logits, scores.best[here])
+                place.gaps = columns.add(gaps.clamp(max=torch.finfo(gaps.dtype).max))
             rule = sequence.method.rule
             if tree.has_guesses and isinstance(rule, (DeviceRule, TreeRule)):
                 hidden, greedy = scores.hidden[here], scores.best[here]

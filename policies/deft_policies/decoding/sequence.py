@@ -227,9 +227,14 @@ class Sequence:
         has_stopped = self.spec.stop is not None and self.tokens[-1] == self.spec.stop
         return has_stopped or not self.is_finite or len(self.tokens) >= self.limit
 
-    def extend(self, forced: Items[int]) -> None:
-        """Commit tokens that a grammar forces: the next pass caches them."""
-        for token in forced[: self.limit - len(self.tokens)]:
+    def extend(self, forced: Items[int], room: int) -> None:
+        """Commit up to `room` tokens that a grammar forces: the next pass caches them.
+
+        Those for which there is no room are forced again after that pass.
+        """
+        for token in forced[:room]:
+            if self.is_done:
+                break
             self.tokens.append(token)
             self.target_tokens.append(token)
             self.margins += [0.0] * self.wants_margins

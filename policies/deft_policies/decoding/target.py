@@ -32,13 +32,25 @@ if TYPE_CHECKING:
 
 
 class Grammar(Protocol):
-    """What the tokens of an answer must obey. One object for each answer, which keeps no state."""
+    """What the tokens of an answer must obey. One object for each answer, which keeps no state.
+
+    Where `forced` names a token, `adjust` must leave no other: drafts are judged by it.
+    """
 
     def adjust(self, logits: Tensor, answer: "Answer", tree: DraftTree) -> Tensor:
-        """Logits [node, token] with what may not follow a node changed."""
+        """Logits [node, token], changed by what each node may be followed by.
+
+        The answer up to node 0 is `answer.tokens[: answer.num_cached + 1]`; in a prefill that is
+        nothing, and node 0 is the prompt's last token. Runs on the device, before the one read of a
+        round, in every round: it must read nothing back. Minus infinity forbids a token.
+        """
 
     def forced(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Tokens that alone can follow: they are committed without a pass. May be none."""
+        """Tokens that alone can follow `tokens`, in order: committed without a pass. May be none.
+
+        Asked after each pass, so not of the empty answer: what it must begin with belongs in the
+        prompt.
+        """
 
 
 @dataclass(frozen=True)

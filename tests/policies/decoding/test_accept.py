@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deft_policies.decoding.accept import accept
+from deft_policies.decoding.acceptance.confidence import TopK
 from deft_policies.decoding.acceptance.distance import WithinBins, WithinIds
 from deft_policies.decoding.acceptance.rule import AcceptanceRule, ActionSpace, ExactMatch
 from deft_policies.decoding.plan import TieBreak
@@ -119,3 +120,17 @@ def test_committed_tokens_that_a_pass_caches_stay_on_the_path() -> None:
     said = [1, 2, 10, 5, 6, 7]
     found = Found(case.answer.number, said, said, is_finite=True)
     assert accept(case.answer, tree, found) == ([0, 1, 2, 3], 5)
+
+
+def test_nothing_is_relaxed_where_tokens_mean_no_distance() -> None:
+    """Tokens of frequencies are no bins: without an action space every rule is exact."""
+    always, num_near = TopK(k=1000), 0
+    for seed in range(100):
+        without = random_case(seed, spec=AnswerSpec(LENGTH, 25))
+        path, _ = without.committed(always, TieBreak.CLOSEST)
+        exact, _ = without.committed(ExactMatch(), TieBreak.CLOSEST)
+        assert len(path) == len(exact)
+        assert tokens_at(without, path) == tokens_at(without, exact)
+        relaxed = random_case(seed, spec=AnswerSpec(LENGTH, 25, ActionSpace.in_bins(LENGTH)))
+        num_near += len(relaxed.committed(always, TieBreak.CLOSEST)[0]) > len(path)
+    assert num_near > 10
