@@ -7,10 +7,12 @@ never holds it a second time. Knows names and shapes, nothing of what they are f
 import hashlib
 import warnings
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
+from threading import Event
 from typing import Any, TypeVar
 
 import torch
@@ -221,27 +223,31 @@ def write_tensors(
     path.chmod(permissions)
 
 
-def digest_weights(folders: Iterable[Path]) -> str:
+def digest_weights(folders: Iterable[Path], unwanted: Event | None = None) -> str:
     """A digest of every byte of the weight files that lie in these folders.
 
     Equal for equal files, in whatever number format they are served. SHA-256 of the blocks'
-    SHA-256, so that large files are hashed on all cores.
+    SHA-256, so that large files are hashed on all cores. Raises `CancelledError` soon after
+    `unwanted` is set: the threads keep a process alive as long as they work.
     """
+    unwanted = unwanted or Event()
     found = {path for folder in folders for kind in _WEIGHTS for path in folder.glob(kind)}
     files = sorted(found, key=lambda path: (path.name, path))
     starts = [
         (path, start) for path in files for start in range(0, path.stat().st_size, _BLOCK_BYTES)
     ]
     with ThreadPoolExecutor() as threads:
-        blocks = list(threads.map(_digest_block, *zip(*starts, strict=True)))
+        blocks = list(threads.map(partial(_digest_block, unwanted), *zip(*starts, strict=True)))
     return hashlib.sha256(b"".join(blocks)).hexdigest()
 
 
-def _digest_block(path: Path, start: int) -> bytes:
+def _digest_block(unwanted: Event, path: Path, start: int) -> bytes:
     digest, left = hashlib.sha256(), _BLOCK_BYTES
     with path.open("rb") as file:
         file.seek(start)
         while left and (read := file.read(min(left, _READ_BYTES))):
+            if unwanted.is_set():
+                raise CancelledError
             digest.update(read)
             left -= len(read)
     return digest.digest()
