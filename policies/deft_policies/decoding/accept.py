@@ -30,7 +30,7 @@ def accept(sequence: Sequence, tree: DraftTree, found: Found) -> tuple[Path, int
     if found.chosen is not None:
         node, bonus = found.chosen
         return tree.path_to(node), bonus
-    if not tree.has_guesses:
+    if not tree.has_guesses or sequence.error is not None:
         return list(range(tree.root + 1)), found.predictions[tree.root]
     if sequence.method.rule.is_exact:
         path = tree.path_to(_longest_equal(sequence, tree, found.predictions))

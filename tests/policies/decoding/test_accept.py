@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from deft_policies.decoding.accept import accept
-from deft_policies.decoding.acceptance.confidence import TopK
-from deft_policies.decoding.acceptance.distance import WithinBins, WithinIds
 from deft_policies.decoding.acceptance.rule import AcceptanceRule, ActionSpace, ExactMatch
 from deft_policies.decoding.plan import TieBreak
 from deft_policies.decoding.sequence import AnswerSpec, Found
 from deft_policies.decoding.tree import Branches, DraftTree, merge
+from deft_policies.methods.spec_vla import WithinIds
+from deft_policies.methods.top_k import TopK
+from deft_policies.methods.within_bins import WithinBins
 from tests.policies.decoding.trees import Case, random_case, steps_to
 from tests.tiny_target import LENGTH, path_to
 
