@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.captured import RIDERS, bucket
+from deft_policies.decoding.captured import WIDTHS, bucket, riders_of
 from deft_policies.decoding.target import PassRow, Prompt, Scores, Target
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.model.formats import Quantization
@@ -260,7 +260,7 @@ class TracedPasses(Passes):
         row, prompt = rows[0], rows[0].prompt
         if self.is_captured and prompt is not None:
             first = [prompt.length - 1]
-            riders = bucket(row.tree.num_nodes - 1, RIDERS)
+            riders = bucket(row.tree.num_nodes - 1, riders_of(WIDTHS[-1]))
             reserve = self.target.runner.reserve
             padded = None if reserve is None else reserve.padded(prompt.length)
             return first, first if row.keeps_hidden else [0], (riders, padded, row.keeps_hidden)

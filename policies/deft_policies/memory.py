@@ -23,7 +23,7 @@ class SessionMemory:
     own: tuple[Tokens, ...] = ()  # [step][position], the target's greedy tokens, the newest last
     drift: tuple[float, ...] = ()  # [position], in bins: executed minus own, leaky sum
     num_steps: int = 0
-    noise: int = 0  # drawn by whoever opens the session, so that no two sample alike
+    noise: int = 0  # drawn when the session opens, so that no two draw the same samples
     num_draws: int = 0  # actions decoded in the whole session: each draws noise of its own
     answer: Tokens = ()  # the last text
     target_answer: Tokens = ()  # the target's own tokens in it, where they differ
@@ -41,7 +41,7 @@ class SessionMemory:
 
     @property
     def draw(self) -> tuple[int, int]:
-        """What the random numbers of the next action are drawn by, beside the seed."""
+        """Noise key of the next action, together with the seed."""
         return self.noise, self.num_draws
 
     def after_action(self, executed: Tokens, own: Tokens, leak: float) -> "SessionMemory":

@@ -8,10 +8,12 @@ import hashlib
 import warnings
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
+from threading import Event
 from typing import Any, TypeVar
 
 import torch
@@ -266,12 +268,14 @@ def write_tensors(
     path.chmod(permissions)
 
 
-def digest_weights(places: Sequence[Path]) -> str:
+def digest_weights(places: Sequence[Path], unwanted: Event | None = None) -> str:
     """A digest of every byte of these weight files, and of those that lie in these folders.
 
     Equal for equal files, in whatever number format they are served. SHA-256 of the blocks'
-    SHA-256, so that large files are hashed on all cores.
+    SHA-256, so that large files are hashed on all cores. Raises `CancelledError` soon after
+    `unwanted` is set: the threads keep a process alive as long as they work.
     """
+    unwanted = unwanted or Event()
     folders = [one for one in places if one.is_dir()]
     found = {one for one in places if one.is_file()}
     found |= {path for folder in folders for kind in _WEIGHTS for path in folder.glob(kind)}
@@ -280,15 +284,17 @@ def digest_weights(places: Sequence[Path]) -> str:
         (path, start) for path in files for start in range(0, path.stat().st_size, _BLOCK_BYTES)
     ]
     with ThreadPoolExecutor() as threads:
-        blocks = list(threads.map(_digest_block, *zip(*starts, strict=True)))
+        blocks = list(threads.map(partial(_digest_block, unwanted), *zip(*starts, strict=True)))
     return hashlib.sha256(b"".join(blocks)).hexdigest()
 
 
-def _digest_block(path: Path, start: int) -> bytes:
+def _digest_block(unwanted: Event, path: Path, start: int) -> bytes:
     digest, left = hashlib.sha256(), _BLOCK_BYTES
     with path.open("rb") as file:
         file.seek(start)
         while left and (read := file.read(min(left, _READ_BYTES))):
+            if unwanted.is_set():
+                raise CancelledError
             digest.update(read)
             left -= len(read)
     return digest.digest()

@@ -30,7 +30,7 @@ def accept(sequence: Sequence, tree: DraftTree, found: Found) -> tuple[Path, int
     if found.chosen is not None:
         node, bonus = found.chosen
         return tree.path_to(node), bonus
-    if not tree.has_guesses:
+    if not tree.has_guesses or sequence.error is not None:
         return list(range(tree.root + 1)), found.predictions[tree.root]
     if sequence.method.rule.is_exact:
         path = tree.path_to(_longest_equal(sequence, tree, found.predictions))
@@ -64,12 +64,13 @@ def judge(sequence: Sequence, tree: DraftTree, found: Found) -> JudgedTree:
     for node in range(root + 1, tree.num_nodes):
         token, wanted = tree.tokens[node], found.predictions[tree.parents[node]]
         both = sequence.is_bin(token), sequence.is_bin(wanted)
+        near = sequence.spec.space is not None  # or no distance between tokens means anything
         word = not sequence.spec.is_action and not any(both) and stop not in (token, wanted)
         expected.append(wanted)
         is_equal.append(token == wanted)
         is_word.append(word)
         any_id = rule.any_id and sequence.spec.is_action
-        is_relaxable.append(all(both) or any_id or (word and rule.words))
+        is_relaxable.append((near and all(both)) or any_id or (word and rule.words))
         depths.append(depths[tree.parents[node]] + 1)
     return JudgedTree(
         tree,

@@ -14,9 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from deft_policies.decoding.sampling import first_maximum
@@ -34,14 +37,13 @@ from deft_policies.model.kv_cache import (
 from deft_policies.model.llama import Attention, LlamaDecoder, added_mask, take_rows
 from deft_policies.model.passes import LlamaPasses
 from deft_policies.model.sizes import LlamaSizes
-from deft_policies.model.staging import to_device
 
 if TYPE_CHECKING:
     from deft_policies.decoding.target import PassRow
 
 NARROW = 8  # nodes of a tree that shares a pass with others, at most
 WIDTHS = (1, NARROW, 16, 64, 128)  # nodes of a captured pass; others are padded to the next
-RIDERS = (0, NARROW, 64, 128)  # guesses behind a captured prompt
+_RIDERS = (0, NARROW, 64, 128)  # guesses behind a captured prompt
 _BITS = 64  # of a word of ancestors
 UNREAD = -1  # in place of a token that is still on the device
 # Estimates of what captures take: kernels of a layer, bytes of each, queries of a narrow pass.
@@ -52,6 +54,15 @@ _OF_ROW = 2  # numbers of a row beside those of its nodes: node 0's position, an
 def bucket(width: int, widths: Items[int] = WIDTHS) -> int:
     """The captured width that one of so many nodes is padded to."""
     return next(one for one in widths if one >= width)
+
+
+def riders_of(widest: int) -> list[int]:
+    """How many guesses behind a prompt are captured, for trees of up to `widest` nodes.
+
+    No more than a pass has nodes: scores and slots have room for that.
+    """
+    most = bucket(widest)
+    return [*(one for one in _RIDERS if one < most), most]
 
 
 @dataclass(frozen=True)
@@ -72,7 +83,7 @@ def shapes_of(reserve: Reserve, widest: int, keeps_hidden: bool) -> list[Shape]:
     """
     widths = [one for one in WIDTHS if one <= bucket(widest)]
     passes = [Shape(rows, width) for rows in reserve.batches for width in widths]
-    riders = [one for one in RIDERS if one <= bucket(widest, RIDERS)]
+    riders = riders_of(widest)
     prefills = [
         Shape(1, 1 + num, length, keeps_hidden) for length in reserve.lengths for num in riders
     ]
@@ -129,7 +140,7 @@ class Layout:
 
 
 class CapturedPasses:
-    """Runs passes of fixed shapes over one cache."""
+    """Replays passes of fixed shapes over one cache."""
 
     def __init__(
         self,
@@ -153,7 +164,7 @@ class CapturedPasses:
         num_nodes = layout.num_nodes
         num_hidden = self.reserve.lengths[-1] + self.widest
         with torch.inference_mode(False):
-            riders = bucket(self.widest, RIDERS)
+            riders = riders_of(self.widest)[-1]
             size = max(
                 self.num_slots * self._size_of_row(self.widest),
                 self._size_of_row(1 + riders) + 2,  # a prefill: its slot, too, and what is two-way
@@ -167,12 +178,8 @@ class CapturedPasses:
             self.sums = torch.zeros(num_nodes, device=weight.device)
             self.answers = torch.zeros(num_nodes, dtype=torch.int64, device=weight.device)
 
-    @staticmethod
-    def _words(width: int) -> int:
-        return -(-width // _BITS)
-
     def _size_of_row(self, width: int) -> int:
-        return _OF_ROW + width * (2 + self._words(width))
+        return _OF_ROW + width * (2 + -(-width // _BITS))
 
     def run_passes(self, rows: Items[PassRow]) -> list[int]:
         """Run a round; where node 0 of each row lies in the scores."""
@@ -190,45 +197,28 @@ class CapturedPasses:
         num_rows = bucket(1 + max(row.slot for row in rows), self.reserve.batches[::-1])
         by_slot = {row.slot: row for row in rows}
         behind = self._longest  # where rows without an answer write
-        blank = DraftTree.of_committed([0])
-        numbers: list[int] = []
+        numbers = np.zeros((num_rows, self._size_of_row(width)), np.int64)
         for slot in range(num_rows):
             row = by_slot.get(slot)
             if row is None:
-                numbers += self._encode(behind, 0, blank, width, -behind)
+                _encode(numbers[slot], behind, 0, _BLANK, width, -behind)
             else:
-                numbers += self._encode(row.start, row.number, row.tree, width)
+                _encode(numbers[slot], row.start, row.number, row.tree, width)
         self._upload(numbers)
         key = Shape(num_rows, width)
         self._runner.run((self, key, at), lambda: self._pass(num_rows, width, at), ())
 
-    def _encode(
-        self, start: int, number: int, tree: DraftTree, width: int, offset: int = 0
-    ) -> list[int]:
-        """The numbers of a row. Nodes that pad it see node 0 and themselves."""
-        depths, ancestors = list[int](), list[int]()
-        for node, parent in enumerate(tree.parents):
-            depths.append(depths[parent] + 1 if node else 0)
-            ancestors.append((ancestors[parent] if node else 0) | 1 << node)
-        missing = range(tree.num_nodes, width)
-        tokens = [*tree.tokens, *(0 for _ in missing)]
-        depths = [offset + one for one in (*depths, *(1 for _ in missing))]
-        ancestors += [1 | 1 << node for node in missing]
-        words = [
-            _signed(one >> _BITS * word) for one in ancestors for word in range(self._words(width))
-        ]
-        return [start, number, *tokens, *depths, *words]
-
-    def _upload(self, numbers: list[int]) -> None:
-        self._numbers[: len(numbers)].copy_(
-            to_device(numbers, self._numbers.device, torch.int64), non_blocking=True
-        )
+    def _upload(self, numbers: NDArray[np.int64]) -> None:
+        staged = torch.from_numpy(numbers.reshape(-1))
+        if self._numbers.is_cuda:
+            staged = staged.pin_memory()
+        self._numbers[: len(staged)].copy_(staged, non_blocking=True)
 
     def _read_rows(
         self, num_rows: int, width: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Starts and answers [row], tokens and depths [row, node], ancestors [row, node, node]."""
-        words = self._words(width)
+        words = -(-width // _BITS)
         size = self._size_of_row(width)
         numbers = self._numbers[: num_rows * size].view(num_rows, size)
         sizes = [1, 1, width, width, width * words]
@@ -264,11 +254,15 @@ class CapturedPasses:
         assert row.prompt is not None
         prompt, num_guesses = row.prompt, row.tree.num_nodes - 1
         length = bucket(prompt.length, self.reserve.lengths)
-        riders = bucket(num_guesses, RIDERS)
+        counts = riders_of(self.widest)
+        riders = bucket(num_guesses, counts)
         if row.keeps_hidden and not self.keeps_hidden:
-            riders = bucket(self.widest, RIDERS)
-        numbers = self._encode(prompt.length, row.number, row.tree, 1 + riders)
-        self._upload([*numbers, row.slot, prompt.two_way])
+            riders = counts[-1]
+        size = self._size_of_row(1 + riders)
+        numbers = np.zeros(size + 2, np.int64)
+        _encode(numbers[:size], prompt.length, row.number, row.tree, 1 + riders)
+        numbers[size:] = row.slot, prompt.two_way
+        self._upload(numbers)
         self._embeds[: prompt.length].copy_(prompt.embeds)
         keeps = row.keeps_hidden or self.keeps_hidden
         key = Shape(1, 1 + riders, length, keeps)
@@ -341,17 +335,19 @@ class CapturedPasses:
         shapes = shapes_of(self.reserve, self.widest, self.keeps_hidden)
         for shape in shapes:
             self._numbers.zero_()
+            size = self._size_of_row(shape.width)
             if shape.length:
-                tree = DraftTree.of_committed([0])
-                numbers = self._encode(shape.length, 0, tree, shape.width)
-                self._upload([*numbers, 0, 0])
+                numbers = np.zeros(size + 2, np.int64)
+                _encode(numbers[:size], shape.length, 0, _BLANK, shape.width)
+                self._upload(numbers)
                 key: Hashable = (self, shape)
                 length, riders, keeps = shape.length, shape.width - 1, shape.keeps_hidden
                 self._runner.run(key, _prefill_step(self, length, riders, keeps), ())
                 continue
-            blank = DraftTree.of_committed([0])
-            one = self._encode(self._longest, 0, blank, shape.width, -self._longest)
-            self._upload(one * shape.rows)
+            numbers = np.zeros((shape.rows, size), np.int64)
+            for row in range(shape.rows):
+                _encode(numbers[row], self._longest, 0, _BLANK, shape.width, -self._longest)
+            self._upload(numbers)
             at = 0 if shape.width <= NARROW else NARROW * self.num_slots
             key = (self, shape, at)
             self._runner.run(key, _pass_step(self, shape.rows, shape.width, at), ())
@@ -367,7 +363,33 @@ def _prefill_step(
     return lambda: passes._prefill(length, riders, keeps)
 
 
-def _signed(word: int) -> int:
-    """The low 64 bits as a signed number."""
-    word &= (1 << _BITS) - 1
-    return word - (1 << _BITS) if word >> (_BITS - 1) else word
+_BLANK = DraftTree.of_committed([0])
+
+
+def _encode(
+    out: NDArray[np.int64], start: int, number: int, tree: DraftTree, width: int, offset: int = 0
+) -> None:
+    """Write the numbers of a row of zeros. Nodes that pad it see node 0 and themselves."""
+    num_nodes, num_words = tree.num_nodes, -(-width // _BITS)
+    depths, ancestors = [0], [1]
+    for node in range(1, num_nodes):
+        parent = tree.parents[node]
+        depths.append(depths[parent] + 1)
+        ancestors.append(ancestors[parent] | 1 << node)
+    out[:2] = start, number
+    tokens, places, words = np.split(out[_OF_ROW:], (width, 2 * width))
+    tokens[:num_nodes] = tree.tokens
+    places[:] = offset + 1  # of nodes that pad
+    places[:num_nodes] = np.add(depths, offset)
+    of_nodes = words.reshape(width, num_words)
+    encoded = b"".join([one.to_bytes(8 * num_words, "little") for one in ancestors])
+    of_nodes[:num_nodes] = np.frombuffer(encoded, "<i8").reshape(num_nodes, num_words)
+    of_nodes[num_nodes:] = _padding(width)[num_nodes:]
+
+
+@lru_cache(maxsize=16)
+def _padding(width: int) -> NDArray[np.int64]:
+    """Ancestors of nodes that pad: node 0 and themselves, [node, word]."""
+    num_words = -(-width // _BITS)
+    encoded = b"".join((1 | 1 << node).to_bytes(8 * num_words, "little") for node in range(width))
+    return np.frombuffer(encoded, "<i8").reshape(width, num_words).astype(np.int64)

@@ -1,8 +1,8 @@
 """The engine: a pool of slots, and one target pass a round for all answers, whatever their methods.
 
-`start` takes answers in, `step` plays one round and returns those that have ended, `cancel` lets go
-of one between two rounds. Plain decoding is the same round with trees that are only a root. The
-host owns every answer (`Sequence`); the device holds weights, keys and values.
+`start` takes sequences in, `step` runs one round and returns the finished ones, `cancel` removes
+one between two rounds. Plain decoding is the same round with trees that are only a root. The host
+owns every answer (`Sequence`); the device holds weights, keys and values.
 """
 
 import logging
@@ -34,14 +34,14 @@ from deft_policies.decoding.plan import (
     Plan,
     RopeOffset,
 )
-from deft_policies.decoding.plugins import find_plugins
+from deft_policies.decoding.plugins import find_plugins, from_files
 from deft_policies.decoding.read import Reading
 from deft_policies.decoding.sampling import noise_key
-from deft_policies.decoding.sequence import AnswerSpec, Sequence
+from deft_policies.decoding.sequence import AnswerSpec, Found, Sequence
 from deft_policies.decoding.target import PassRow, Prompt, Scores, Target
 from deft_policies.decoding.trace import PassRecord
 from deft_policies.decoding.tree import DraftTree, merge
-from deft_policies.errors import NotFiniteError, RequestError
+from deft_policies.errors import NotFiniteError, PolicyError, RequestError
 from deft_policies.memory import STEPS_KEPT, SessionMemory
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads
 from deft_policies.model.kv_cache import Move
@@ -73,12 +73,12 @@ class DraftModels:
 
     def makers(self, target: Target) -> dict[str, Maker]:
         """What makes the source of every kind that needs no engine."""
+        files: dict[str, Callable[[Target], DraftSource]] = from_files("SOURCES")
         makers: dict[str, Maker] = {
+            **{name: partial(make, target) for name, make in files.items()},
             kinds.PREVIOUS: of_session.PreviousAction,
             kinds.EXTRAPOLATION: lambda: of_session.Extrapolation(target.action_tokens),
-            kinds.NGRAM: of_session.NgramLookup,
             kinds.RECYCLED: of_session.JacobiDrafts,
-            kinds.TOKEN_RECYCLING: lambda: of_session.TokenRecycling(target),
         }
         if (medusa := self.medusa) is not None:
             makers[kinds.MEDUSA] = lambda: heads.MedusaDrafts(medusa, target)
@@ -136,6 +136,7 @@ class Engine:
         self._guards: dict[tuple[str, str, int], Guard] = {}
         self._prices: dict[Plan, Price] = {}  # measured before anybody waits
         self.text_width = widest  # nodes of a later pass over text, of exact methods with a guard
+        self._has_timed_widths = False
 
     @property
     def rows(self) -> list[Sequence]:
@@ -154,48 +155,48 @@ class Engine:
         self._waiting += sequences
 
     def step(self, clock: StageClock, first: Collection[Sequence] = ()) -> list[Sequence]:
-        """Play one round of all answers; those that have ended, with trace and memory.
+        """Run one pass for active sequences and a prefill for new ones; return the finished.
 
-        Where `first` names some, the others sit this round out. An answer that is not `is_finite`
-        means nothing.
+        Finished sequences have their trace and memory set; one that is not `is_finite` has no valid
+        answer. Where `first` names some, the others sit this round out.
         """
-        active = [one for one in self.sequences if not first or one in first]
-        ended = self._round(active, clock) if active else []
-        joining = [one for one in self._waiting if not first or one in first]
+        active = [sequence for sequence in self.sequences if not first or sequence in first]
+        finished = self._round(active, clock) if active else []
+        joining = [sequence for sequence in self._waiting if not first or sequence in first]
         if joining := self._take_slots(joining):
-            ended += self._round(joining, clock)
-        return [self._finish(one) for one in ended]
+            finished += self._round(joining, clock)
+        return [self._finish(sequence) for sequence in finished]
 
     def _round(self, active: list[Sequence], clock: StageClock) -> list[Sequence]:
-        """Draft, verify, accept, commit: one pass of the target for all. Those that have ended.
+        """Draft, verify, accept, commit, with one pass of the target for all; return the finished.
 
         A prefill is the same, with the prompts before the trees.
         """
-        clock.pop_spans()  # what came before, as seeing, is no pass
+        clock.pop_spans()  # time before this round, as of the vision towers, is no pass's
         runs_ahead = self.captured is not None and all(map(_needs_no_reading, active))
         if self._unread and (not runs_ahead or self._unread[-1].sequences != active):
             self._read_behind(0)
         trees = self._draft(active)
         clock.record(Stage.DRAFT)
-        rows = [self._row(one, tree) for one, tree in zip(active, trees, strict=True)]
+        rows = [self._pass_row(*both) for both in zip(active, trees, strict=True)]
         is_prefill = rows[0].prompt is not None
         scores = self.target.forward(self.cache, rows)
         clock.record(Stage.PREFILL if is_prefill else Stage.VERIFY)
         self._keep_patches(active, rows, scores)
         reading = Reading(active, trees, scores)
-        round_ = _Pass(active, trees, rows, scores, reading, is_prefill, clock.pop_spans())
+        last = _Pass(active, trees, rows, scores, reading, is_prefill, clock.pop_spans())
         if runs_ahead:
-            for one in active:
-                one.num_unread += 1
-            self._unread.append(round_)
+            for sequence in active:
+                sequence.num_unread += 1
+            self._unread.append(last)
             self._read_behind(MOST_AHEAD)
         else:
-            self._commit(round_)
+            self._commit(last)
             clock.record(Stage.JUDGE)
-            self._observe(round_)
+            self._observe(last)
             clock.record(Stage.COMMIT)
-            round_.spans += clock.pop_spans()
-        return [one for one in active if one.is_done]
+            last.spans += clock.pop_spans()
+        return [sequence for sequence in active if sequence.is_done]
 
     def _read_behind(self, most: int) -> None:
         """Read the oldest passes that the host has not read, until at most so many are left."""
@@ -210,19 +211,20 @@ class Engine:
         moves: list[Move] = []
         found = last.reading.finish()
         columns = zip(last.sequences, last.trees, last.rows, found, strict=True)
-        for index, (sequence, tree, row, one) in enumerate(columns):
+        for index, (sequence, tree, row, scored) in enumerate(columns):
             if sequence.slot < 0:  # released since
                 continue
             if tree.tokens == [UNREAD]:
                 tree.tokens = sequence.tokens[-1:]
-            path, bonus = accept(sequence, tree, one)
+            path, bonus = _accept(sequence, tree, scored)
             spans = last.spans
-            record = PassRecord(last.is_prefill, tree, one.predictions, path, bonus, spans)
-            sequence.commit(tree, path, bonus, one, record)
+            record = PassRecord(last.is_prefill, tree, scored.predictions, path, bonus, spans)
+            sequence.commit(tree, path, bonus, scored, record)
             if sequence.wants_log_probs:
                 _note_log_probs(sequence, tree, last.scores.logits[last.scores.nodes(index, tree)])
             if sequence.grammar is not None and not sequence.is_done:
-                sequence.extend(sequence.grammar.forced(sequence.tokens))
+                room = self._widest_of(sequence) - 1  # beside the bonus, in the next tree
+                sequence.extend(sequence.grammar.forced(sequence.tokens), room)
             start = row.start
             moves += [
                 (sequence.slot, start + node, start + at)
@@ -245,7 +247,7 @@ class Engine:
                 asked.setdefault(source, []).append(sequence)
         guessed: dict[tuple[DraftSource, int], Guesses] = {}
         for source, some in asked.items():
-            for sequence, guesses in zip(some, source.draft_all(some), strict=True):
+            for sequence, guesses in zip(some, _ask(source, some), strict=True):
                 guessed[source, sequence.number] = guesses
         return [
             merge(
@@ -259,8 +261,8 @@ class Engine:
             for sequence in active
         ]
 
-    def _row(self, sequence: Sequence, tree: DraftTree) -> PassRow:
-        """What an answer brings to a pass. Node 0 of a prefill is the prompt's last token."""
+    def _pass_row(self, sequence: Sequence, tree: DraftTree) -> PassRow:
+        """A sequence's row in a pass. Node 0 of a prefill is the prompt's last token."""
         prompt = None if sequence.records else sequence.prompt
         cached = sequence.num_cached + sequence.num_unread
         start = sequence.num_prompt + cached - (prompt is not None)
@@ -273,15 +275,16 @@ class Engine:
         return PassRow(sequence.slot, start, tree, sequence.number, is_action, prompt, keeps)
 
     def _observe(self, last: "_Pass") -> None:
-        """Let models that draft look at what the target computed, of answers that go on."""
+        """Show drafting models what the target computed, of the sequences that go on."""
         for index, sequence in enumerate(last.sequences):
             prompt = last.rows[index].prompt
             nodes = last.scores.nodes(index, last.trees[index])
             watching = [one for one in sequence.round_sources if isinstance(one, ModelSource)]
             for source in () if sequence.is_done else watching:
-                if prompt is not None and source.reads_prompts:
-                    source.observe_prompt(sequence, prompt, last.scores.prompts[index])
-                source.observe(sequence, last.scores.hidden[nodes], last.scores.logits[nodes])
+                with sequence.failing():
+                    if prompt is not None and source.reads_prompts:
+                        source.observe_prompt(sequence, prompt, last.scores.prompts[index])
+                    source.observe(sequence, last.scores.hidden[nodes], last.scores.logits[nodes])
 
     def _take_slots(self, joining: Items[Sequence]) -> list[Sequence]:
         """Give each the lowest free slot, as long as there are any; those that have one now."""
@@ -297,36 +300,45 @@ class Engine:
         return begun
 
     def cancel(self, sequence: Sequence) -> None:
-        """Let go of an answer between two rounds; nothing where it has ended."""
+        """Remove a sequence between two rounds, whether it waits or has begun."""
         if sequence in self._waiting:
             self._waiting.remove(sequence)
         elif sequence in self.sequences:
             self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        """Free the answer's slot; others keep theirs."""
+        """Free the sequence's slot; others keep theirs."""
         self.sequences.remove(sequence)
         if not sequence.is_finite:
             self.cache.clear(sequence.slot)
         for source in sequence.sources:
             if isinstance(source, ModelSource):
-                source.release(sequence)
+                with sequence.failing():
+                    source.release(sequence)
         sequence.prompt, sequence.slot = None, -1
         sequence.notes.clear()
 
     def _finish(self, sequence: Sequence) -> Sequence:
-        """Release an answer that has ended, with trace and memory; its guard learns from it."""
+        """Release an answer that has ended, with trace and memory; its guard learns from it.
+
+        One that a plugin has failed has neither.
+        """
         if sequence.wants_log_probs:
             _read_log_probs(sequence)
         had_history = bool(sequence.past)  # or there was nothing to draft from
         self._release(sequence)
+        if sequence.error is not None:
+            return sequence
         if sequence.guard is not None and had_history and sequence.is_finite:
             sequence.guard.learn(sequence.choice.plan, sequence.num_passes - 1)
         sequence.finish()
         return sequence
 
     def decode(self, prompts: Items[Prompt], sequences: Items[Sequence], clock: StageClock) -> None:
-        """Decode answers to their end; `NotFiniteError` if the model's numbers mean nothing."""
+        """Decode answers to their end; `NotFiniteError` if the model's numbers mean nothing.
+
+        Raises the error of a plugin that one of them names.
+        """
         self.start(prompts, sequences)
         left = {one.number for one in sequences}
         try:
@@ -336,6 +348,9 @@ class Engine:
             for one in sequences:
                 self.cancel(one)
             raise
+        for one in sequences:
+            if one.error is not None:
+                raise one.error
         num_broken = sum(not one.is_finite for one in sequences)
         if num_broken:
             raise NotFiniteError(
@@ -389,7 +404,7 @@ class Engine:
         return NUMBER_PLANS if spec.numbers_in_row else TEXT_PLANS
 
     def _prepare(self, sequence: Sequence, prompt: Prompt, tried: Plan | None = None) -> None:
-        """Say in a sequence how it is decoded: by the guard's plan, or by one that is tried."""
+        """Write into a sequence how it is decoded: by the guard's plan, or by one that is timed."""
         method, spec = sequence.method, sequence.spec
         plans = self._plans_for(method, spec)
         guard = None if tried is not None else self._guard(method, plans, spec)
@@ -411,7 +426,8 @@ class Engine:
         sequence.prefill_sources = early[:_MOST_PREFILL_SOURCES]
         sequence.round_sources = [sources[kind] for kind in plan.rounds]
         for source in sources.values():
-            source.begin(sequence)
+            with sequence.failing():
+                source.begin(sequence)
 
     def _source(self, kind: str) -> DraftSource:
         """The source of a kind. One that cannot be made is tried once, and then refused by name."""
@@ -440,7 +456,7 @@ class Engine:
         key = method.name, str(method.rule), spec.max_tokens
         guard = self._guards.pop(key, None)
         if guard is None:
-            guard = Guard(plans, spec.max_tokens)
+            guard = Guard(plans, spec.max_tokens, method.name)
             guard.measured(self._prices_of(plans))
         self._guards[key] = guard
         if len(self._guards) > _GUARDS_KEPT:
@@ -449,13 +465,22 @@ class Engine:
             del self._guards[made_up[0] if made_up else next(iter(self._guards))]
         return guard
 
+    @property
+    def decisions(self) -> dict[str, str]:
+        """What the guard of each method has decided, and why. Any thread may ask."""
+        decided = {key[0]: one for key, one in [*self._guards.items()] if one.has_decided}
+        found = {name: f"{one.choice.plan}: {one.choice.reason}" for name, one in decided.items()}
+        if self._has_timed_widths:
+            found["texts"] = f"{self.text_width} tokens a pass, which writes most in a millisecond"
+        return found
+
     def _prices_of(self, plans: Items[Plan]) -> dict[str, Price]:
         """What is known of plans and of plain decoding. What they cost hangs on no rule."""
         known = self._prices
         return {plan.name: known[plan] for plan in (*plans, PLAIN) if plan in known}
 
     def capture(self) -> None:
-        """Capture every pass and prefill that any method may need; nothing without a GPU.
+        """Capture every pass and prefill that any method may need. Does nothing without a GPU.
 
         Heads that read prompts have their hidden states kept by every prefill.
         """
@@ -477,23 +502,24 @@ class Engine:
     def warm_up(self, prompt: Prompt, method: Method, spec: AnswerSpec) -> None:
         """Measure what passes cost here: every plan of a method, or every width over text."""
         if not spec.is_action:
-            self._measure_widths(prompt, spec)
+            if not self._has_timed_widths:  # they are the same for every method
+                self._measure_widths(prompt, spec)
             return
         plans = self._plans_for(method, spec)
         guard = self._guard(method, plans, spec)
         if guard is None:
-            self._play(prompt, method, spec, plans[0])
+            self._time_plan(prompt, method, spec, plans[0])
             return
         for _ in range(_WARM_UP_RUNS):  # in turn, so that other work slows all down alike
             for plan in (*plans, PLAIN):
-                found = self._play(prompt, method, spec, plan)
+                found = self._time_plan(prompt, method, spec, plan)
                 known = self._prices.get(plan, found)
                 least = min(known.prefill_ms, found.prefill_ms), min(known.pass_ms, found.pass_ms)
                 self._prices[plan] = Price(*least)
         guard.measured(self._prices_of(plans))
 
-    def _play(self, prompt: Prompt, method: Method, spec: AnswerSpec, plan: Plan) -> Price:
-        """Decode an answer that nobody waits for, of a session that has acted; what it took."""
+    def _time_plan(self, prompt: Prompt, method: Method, spec: AnswerSpec, plan: Plan) -> Price:
+        """Decode one answer of a session with a constant history; what its passes took."""
         own = ((0,) * spec.action_length,) * STEPS_KEPT
         sequence = Sequence(method, spec, SessionMemory(own=own))
         self._prepare(sequence, prompt, plan)
@@ -505,7 +531,7 @@ class Engine:
         return Price(prefill, min(later, default=prefill))
 
     def _measure_widths(self, prompt: Prompt, spec: AnswerSpec) -> None:
-        """Find out how much of an old text a pass should carry here."""
+        """Time passes of every width, and choose how much of an old text a pass carries here."""
         widths = [one for one in _WIDTHS if one <= self._widest]
         took = dict.fromkeys(widths, float("inf"))
         root = prompt.last_token
@@ -520,7 +546,26 @@ class Engine:
                 clock.record(Stage.VERIFY)
                 took[width] = min(took[width], clock.timings().verify_ms)
         apart = _NUMBERS_APART if spec.numbers_in_row else _EDITS_APART
-        self.text_width = best_width(took, apart)
+        self.text_width, self._has_timed_widths = best_width(took, apart), True
+        by_width = ", ".join(f"{width}: {ms:.2f}" for width, ms in took.items())
+        _log.info("a pass carries %d tokens of a text; ms by width: %s", self.text_width, by_width)
+
+
+def _ask(source: DraftSource, sequences: list[Sequence]) -> list[Guesses]:
+    """The guesses of a source; none where a plugin fails, which fails those that name it."""
+    try:
+        return source.draft_all(sequences)
+    except PolicyError as error:
+        for sequence in sequences:
+            sequence.error = error
+        return [[] for _ in sequences]
+
+
+def _accept(sequence: Sequence, tree: DraftTree, scored: Found) -> tuple[list[int], int]:
+    """The path to commit and the bonus; no drafts where a rule fails, which fails its answer."""
+    with sequence.failing():
+        return accept(sequence, tree, scored)
+    return accept(sequence, tree, scored)
 
 
 def _sources_of(sequence: Sequence) -> list[DraftSource]:

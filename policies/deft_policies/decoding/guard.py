@@ -5,11 +5,13 @@ policy warmed up; what is learned while serving is how many passes each plan nee
 answers the same by every plan, so trying another now and then changes no answer. Reads no clock.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from deft_policies.decoding.plan import PLAIN, Plan
 
+_log = logging.getLogger(__name__)
 DECIDE_EVERY = 64  # answers between two decisions
 _TRIAL_EVERY = 16  # answers between two trials, until every plan is known; then DECIDE_EVERY
 _SAMPLES_NEEDED = 4  # answers of a plan that are believed
@@ -51,8 +53,9 @@ class _Average:
 class Guard:
     """Chooses among plans and plain decoding, which takes a pass for every token but the first."""
 
-    def __init__(self, plans: Sequence[Plan], length: int) -> None:
-        """Of answers of `length` tokens."""
+    def __init__(self, plans: Sequence[Plan], length: int, method: str = "") -> None:
+        """Of a method's answers of `length` tokens."""
+        self._method = method
         self._plans = {plan.name: plan for plan in (*plans, PLAIN)}
         self._length = length
         self._prices: dict[str, Price] = {}
@@ -60,6 +63,7 @@ class Guard:
         self._num_answers = 0
         self._trials = 0
         self.choice = Choice(PLAIN.name, "nothing was measured yet")
+        self.has_decided = False
 
     def measured(self, prices: Mapping[str, Price]) -> None:
         """Take in what passes cost here, and decide."""
@@ -98,7 +102,11 @@ class Guard:
         others = [plan for plan in prices if (plan == PLAIN.name) != (best == PLAIN.name)]
         rival = min(others, key=lambda plan: prices[plan], default=None)
         against = f", {prices[rival]:.2f} ms with {rival}" if rival is not None else ""
+        is_new = self.choice.plan != best or not self.has_decided
+        self.has_decided = True
         self.choice = Choice(best, f"expects {prices[best]:.2f} ms with {best}{against}")
+        if is_new:
+            _log.info("%s drafts by plan %s: %s", self._method, best, self.choice.reason)
 
     def _trial(self) -> Choice | None:
         """A plan to try now, if one is due: in turn, where it could be the fastest at all."""

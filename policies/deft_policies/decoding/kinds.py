@@ -1,4 +1,4 @@
-"""Names of draft sources: ours, and those that installed packages bring. Imports nothing heavy."""
+"""Names of draft sources of the core, and of all that there are. Imports nothing heavy."""
 
 import re
 from functools import lru_cache
@@ -19,20 +19,21 @@ OUR_KINDS = (
     HEAD,
     PREVIOUS,
     EXTRAPOLATION,
-    NGRAM,
     RECYCLED,
     MEDUSA,
     SMALL_MODEL,
-    TOKEN_RECYCLING,
 )
 SOURCES = "deft.draft_sources"  # the entry points under which packages bring sources
 
 
 @lru_cache(maxsize=1)
 def source_kinds() -> tuple[str, ...]:
-    """Every source there can be: ours, then those of installed packages in order of name."""
+    """Every source there can be: the core's, then those of method files and of packages."""
+    from deft_policies.decoding.plugins import from_files  # which imports methods
+
     theirs = sorted({one.name for one in entry_points(group=SOURCES)})
-    return tuple(dict.fromkeys((*OUR_KINDS, PREVIOUS_ANSWER, PREVIOUS_NUMBERS, *theirs)))
+    every = (*OUR_KINDS, *from_files("SOURCES"), PREVIOUS_ANSWER, PREVIOUS_NUMBERS, *theirs)
+    return tuple(dict.fromkeys(every))
 
 
 def read_kinds(text: str) -> tuple[str, ...]:

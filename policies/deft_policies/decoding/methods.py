@@ -1,4 +1,6 @@
-"""Decoding methods as text: NAME or NAME:KNOB=VALUE,KNOB=VALUE. The presets are written so, too.
+"""Decoding methods as text: NAME or NAME:KNOB=VALUE,KNOB=VALUE. Method files write them so, too.
+
+Of the core itself is `autoregressive` alone; the others are files of `deft_policies.methods`.
 
 Knobs are those of the method and the fields of its rule. Texts come with requests, so every value
 is checked here and has a limit. Imports no torch: flags are made of this, and front processes check
@@ -10,11 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import lru_cache
 from typing import Any, get_args, get_type_hints
 
 from deft_client.commands.methods import with_knobs
 from deft_policies.decoding import kinds
-from deft_policies.decoding.acceptance import confidence, distance, numbers
 from deft_policies.decoding.acceptance.rule import AcceptanceRule, ExactMatch
 from deft_policies.decoding.plan import (
     NUMBER_PLANS,
@@ -29,75 +31,18 @@ from deft_policies.decoding.plan import (
     TreeShape,
     read_tree,
 )
-from deft_policies.decoding.plugins import RULES, find_plugins, load_rule
+from deft_policies.decoding.plugins import (
+    RULES,
+    find_plugins,
+    from_files,
+    load_rule,
+    method_files,
+)
 from deft_policies.errors import RequestError, UnknownDecodingError
 
 AUTOREGRESSIVE = "autoregressive"
 DEFAULT_METHOD = "lossless"
 LARGEST = 10_000.0  # of any number of a rule
-
-# Every method of ours, in the syntax in which callers write theirs.
-PRESETS = {
-    # one token a pass: the baseline
-    AUTOREGRESSIVE: "",
-    # the same actions as autoregressive, in fewer passes
-    "lossless": "autoregressive:plans=ours,guard=on",
-    # drafts within physical limits, gripper by class, inside a drift budget
-    "deft": "autoregressive:rule=within-drift,plans=steady",
-    # numbers as text: near ones stand, within limits and a drift budget
-    "numbers": "autoregressive:rule=within-numbers,plans=steady",
-    # Spec-VLA, relaxed, in our loop
-    "spec-vla": "autoregressive:rule=within-ids,radius=9,plans=spec-vla,ties=first-row,"
-    "whole_vocabulary=on",
-    # Spec-VLA, strict
-    "spec-vla-strict": "spec-vla:radius=0",
-    # as published for LIBERO-Long
-    "spec-vla-long": "spec-vla:radius=5",
-    # Spec-VLA's loop: drafts of the last token count
-    "spec-vla-published": "spec-vla:loop=published",
-    # FLy: misses stand where the target is unsure and its next tokens agree
-    "fly": "autoregressive:rule=deferred-window,plans=chains,multi_level=on",
-    # LVSpec: strict where the token depends on the image, loose elsewhere
-    "lvspec": "autoregressive:rule=visual-relevance,shift_cap=9,plans=chains,patch_share=0.1",
-    # standard speculative decoding
-    "small-model": "autoregressive:plans=small-model",
-    # SpecVLM: a tree from a model that looks at a tenth of the patches
-    "specvlm": "autoregressive:plans=specvlm,patch_share=0.1",
-    # prompt-lookup decoding: n-grams of the session's own actions
-    "pld": "autoregressive:plans=ngram",
-    # a tree of what the target last said after the same tokens
-    "token-recycling": "autoregressive:plans=token-recycling",
-    # HeiSD's budgets per group of dimensions, every token verified
-    "heisd-like": "autoregressive:rule=within-budget,plans=heisd",
-    # KERV's radius that shrinks over the episode
-    "kerv-like": "autoregressive:rule=scheduled-radius,plans=kerv",
-    # sampling, exact by Leviathan's ratio test
-    "ratio-test": "autoregressive:plans=ratio-test,draws_drafts=on,temperature=1",
-    # drafts at most a radius of bins away
-    "within-bins": "autoregressive:rule=within-bins,plans=ours",
-    # SpecDec: drafts among the target's k likeliest
-    "top-k": "autoregressive:rule=top-k,plans=ours",
-    # TensorRT-LLM's relaxed acceptance
-    "near-top": "autoregressive:rule=near-top,plans=ours",
-    # a radius that grows with the target's own uncertainty
-    "entropy-radius": "autoregressive:rule=entropy-radius,plans=ours",
-}
-
-_RULES: dict[str, type[AcceptanceRule]] = {
-    "exact": ExactMatch,
-    "within-bins": distance.WithinBins,
-    "within-ids": distance.WithinIds,
-    "within-limits": distance.WithinLimits,
-    "within-budget": distance.WithinBudget,
-    "within-drift": distance.WithinDrift,
-    "within-numbers": numbers.WithinNumbers,
-    "scheduled-radius": distance.ScheduledRadius,
-    "top-k": confidence.TopK,
-    "near-top": confidence.NearTop,
-    "entropy-radius": confidence.EntropyRadius,
-    "deferred-window": confidence.DeferredWindow,
-    "visual-relevance": confidence.VisualRelevance,
-}
 
 
 @dataclass(frozen=True)
@@ -118,7 +63,6 @@ class Method:
     is_guarded: bool = False
     temperature: float = 0.0
     seed: int = 0
-    draws_drafts: bool = False  # draw drafts by their odds, for the ratio test
     multi_level: bool = False  # n-grams of the session speed up the small model, as in FLy
     patch_share: float = 1.0  # of the image patches that the small model looks at
     loop: Loop = Loop.LEAN
@@ -136,7 +80,7 @@ class Method:
     @property
     def drafting(self) -> tuple[bool, float | None]:
         """What a head drafts by: it drafts together for methods that have it in common."""
-        return self.whole_vocabulary, self.temperature if self.draws_drafts else None
+        return self.whole_vocabulary, self.temperature if self.rule.draws_drafts else None
 
     def with_radius(self, radius: int) -> Method:
         """With another radius in bins; `RequestError` where the rule has none."""
@@ -159,7 +103,7 @@ class Method:
         return self.with_plans((Plan("+".join(drafts), drafts, drafts),))
 
     def with_shape(self, shape: TreeShape) -> Method:
-        """With other trees; of the plans that become alike, the first."""
+        """With other trees; of plans that become equal, the first."""
         found: dict[tuple[tuple[str, ...], ...], Plan] = {}
         for plan in self.plans:
             found.setdefault((plan.prefill, plan.rounds), replace(plan, shape=shape))
@@ -180,9 +124,14 @@ class Method:
         return replace(self, temperature=temperature or self.temperature, seed=seed)
 
 
+def presets() -> dict[str, str]:
+    """The text of every method that has a name, in the syntax in which callers write theirs."""
+    return {AUTOREGRESSIVE: ""} | from_files("METHODS")
+
+
 def method_names() -> tuple[str, ...]:
     """Every name that a text may begin with: ours, then rules of installed packages."""
-    return tuple(dict.fromkeys((*PRESETS, *find_plugins(RULES))))
+    return tuple(dict.fromkeys((*presets(), *find_plugins(RULES))))
 
 
 def find_method(text: str) -> Method:
@@ -192,7 +141,7 @@ def find_method(text: str) -> Method:
 
 
 def apply_knobs(method: Method, knobs: str) -> Method:
-    """The method with KNOB=VALUE,... applied in order, which its name tells."""
+    """The method with KNOB=VALUE,... applied in order, and named so."""
     if not knobs:
         return method
     turned: dict[str, str] = {}
@@ -208,14 +157,22 @@ def apply_knobs(method: Method, knobs: str) -> Method:
 
 
 def _base(name: str) -> Method:
-    if name in PRESETS:
-        text = PRESETS[name]
-        method = find_method(text) if text else Method(name)
-        return replace(method, name=name)
+    known = presets()
+    if name in known:
+        return _read_preset(name, known[name])
     found = find_plugins(RULES).get(name)
+    broken = method_files().get(name.replace("-", "_"))
+    if found is None and isinstance(broken, Exception):
+        reason = f"methods/{name.replace('-', '_')}.py cannot be loaded: {broken}"
+        raise RequestError("decoding", reason)
     if found is None:
         raise UnknownDecodingError(name, method_names())
     return Method(name, load_rule(found), PLANS["steady"])
+
+
+@lru_cache(maxsize=256)
+def _read_preset(name: str, text: str) -> Method:
+    return replace(find_method(text) if text else Method(name), name=name)
 
 
 def _with_knob(method: Method, key: str, value: str) -> Method:
@@ -266,14 +223,18 @@ def _switch(text: str) -> bool:
 
 
 def _find_rule(name: str) -> AcceptanceRule:
-    """A rule of ours by its own name, else that of a method or of a package."""
-    return _RULES[name]() if name in _RULES else _base(name).rule
+    """A rule by its own name, else that of a method or of a package."""
+    if name == "exact":
+        return ExactMatch()
+    rule: AcceptanceRule | None = found() if (found := from_files("RULES").get(name)) else None
+    return rule or _base(name).rule
 
 
 def _find_plans(name: str) -> tuple[Plan, ...]:
-    if name not in PLANS:
-        raise ValueError(f"expected one of {', '.join(PLANS)}, got {name!r}")
-    return PLANS[name]
+    known: dict[str, tuple[Plan, ...]] = PLANS | from_files("PLANS")
+    if name not in known:
+        raise ValueError(f"expected one of {', '.join(known)}, got {name!r}")
+    return known[name]
 
 
 def _with_plan(method: Method, name: str) -> Method:
@@ -320,7 +281,6 @@ _METHOD_KNOBS: dict[str, Callable[[Method, str], Method]] = {
     "guard": _with_guard,
     "ties": lambda method, text: replace(method, tie_break=TieBreak(text)),
     "loop": lambda method, text: replace(method, loop=Loop(text)),
-    "draws_drafts": lambda method, text: replace(method, draws_drafts=_switch(text)),
     "multi_level": lambda method, text: replace(method, multi_level=_switch(text)),
     "patch_share": _with_patch_share,
     "whole_vocabulary": lambda method, text: replace(method, whole_vocabulary=_switch(text)),

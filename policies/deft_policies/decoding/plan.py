@@ -176,49 +176,34 @@ class Plan:
 PLAIN = Plan("plain")
 
 
-def _plan(name: str, prefill: str, rounds: str, shape: TreeShape | None = None) -> Plan:
+def plan(name: str, prefill: str, rounds: str, shape: TreeShape | None = None) -> Plan:
     """Sources are joined by +; none is the empty text."""
     before, later = (tuple(text.split("+")) if text else () for text in (prefill, rounds))
     return Plan(name, before, later, shape or TreeShape())
 
 
-_HOLD = _plan("memory", "previous", "previous")
+_HOLD = plan("memory", "previous", "previous")
 OUR_PLANS = (
-    _plan("memory+tree", "previous", "head"),
-    _plan("memory+branches", "previous", "head", TreeShape(3, 2, 8)),
-    _plan("memory+chain", "previous", "head", TreeShape.chain(5)),
+    plan("memory+tree", "previous", "head"),
+    plan("memory+branches", "previous", "head", TreeShape(3, 2, 8)),
+    plan("memory+chain", "previous", "head", TreeShape.chain(5)),
     _HOLD,
-    _plan("memory-once", "previous", ""),  # in the prefill, where a guess costs next to nothing
-    _plan("memory+recycled", "previous", "previous+recycled"),
-    _plan("head-chain", "", "head", TreeShape.chain(5)),
+    plan("memory-once", "previous", ""),  # in the prefill, where a guess costs next to nothing
+    plan("memory+recycled", "previous", "previous+recycled"),
+    plan("head-chain", "", "head", TreeShape.chain(5)),
 )
 # Of relaxed methods, which have one plan whatever it costs: their answers depend on it.
-STEADY_PLANS = (_plan("memory+recycled", "previous", "previous+recycled"),)
+STEADY_PLANS = (plan("memory+recycled", "previous", "previous+recycled"),)
 # Plans of those who name none; a text is then drafted in other ways than an action.
 UNNAMED = (OUR_PLANS, STEADY_PLANS)
-TEXT_PLANS = (_plan("previous-answer", "previous-answer", "previous-answer"),)
-NUMBER_PLANS = (_plan("previous-numbers", "previous-numbers", "previous-numbers"),)
-# By the name that `plans=` takes; of each the first whose sources are there, or a guard chooses.
+TEXT_PLANS = (plan("previous-answer", "previous-answer", "previous-answer"),)
+NUMBER_PLANS = (plan("previous-numbers", "previous-numbers", "previous-numbers"),)
+# By the name that `plans=` takes, beside those of method files; of each the first whose sources are
+# there, or a guard chooses.
 PLANS = {
     "none": (PLAIN,),
     "ours": OUR_PLANS,
     "steady": STEADY_PLANS,
-    "chains": (
-        _plan("small-model", "", "small-model", TreeShape.chain(6)),
-        _plan("memory+chain", "previous", "head", TreeShape.chain(6)),
-        _HOLD,
-    ),
-    "spec-vla": (_plan("spec-vla", "", "head", TreeShape(5, 8, 49, is_full_depth=True)),),
-    "small-model": (_plan("chain", "", "small-model", TreeShape.chain(5)),),
-    "specvlm": (_plan("pruned-tree", "", "small-model", TreeShape.eagle()),),
-    "ngram": (_plan("ngram", "ngram", "ngram"),),
-    "token-recycling": (_plan("recycled-tree", "", "token-recycling", TreeShape.eagle()),),
-    "heisd": (
-        _plan("memory+tree", "previous", "head"),
-        _HOLD,
-    ),
-    "kerv": (_plan("tree+hold", "", "head+previous"), _plan("hold", "", "previous")),
-    "ratio-test": (_plan("drawn-chain", "", "head", TreeShape.chain(5)),),
 }
 
 # Trees by name, and how large each of their numbers may be.

@@ -1,18 +1,23 @@
-"""Rules and draft sources of installed packages: found, loaded and checked by name.
+"""Methods, rules, plans and draft sources by name: of method files, and of installed packages.
 
-A broken plugin stops only those who name it, and every error names the plugin.
+The core imports no method. A broken file or plugin stops only those who name it, and every error
+names the plugin.
 """
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, TypeVar
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from deft_policies.decoding.acceptance.rule import (
     AcceptanceRule,
+    ChoosingRule,
     DeviceRule,
     LocalRule,
     PathRule,
@@ -27,6 +32,37 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 RULES = "deft.acceptance_rules"  # the entry points under which packages bring rules
+
+
+FILES = "deft_policies.methods"
+
+
+@lru_cache(maxsize=1)
+def method_files() -> Mapping[str, ModuleType | Exception]:
+    """The modules of `FILES` in the order in which they are read; of a broken one its error."""
+    try:
+        folder = import_module(FILES)
+    except ImportError:
+        return {}
+    order: tuple[str, ...] = getattr(folder, "READING_ORDER", ())
+    names = sorted(one.name for one in pkgutil.iter_modules(folder.__path__))
+    names.sort(key=lambda name: order.index(name) if name in order else len(order))
+    return {name: _imported(f"{FILES}.{name}") for name in names}
+
+
+def _imported(name: str) -> ModuleType | Exception:
+    try:
+        return import_module(name)
+    except Exception as error:  # noqa: BLE001 - it may fail in any way, and others go on
+        return error
+
+
+def from_files(table: str) -> dict[str, Any]:
+    """What method files hold in one of their tables: METHODS, RULES, PLANS or SOURCES."""
+    found: dict[str, Any] = {}
+    for module in method_files().values():
+        found |= getattr(module, table, {})
+    return found
 
 
 @lru_cache(maxsize=2)
@@ -62,10 +98,10 @@ def load_rule(found: EntryPoint) -> AcceptanceRule:
     """The rule of a package."""
     with naming(found, "decoding"):
         rule: object = found.load()()
-        if not isinstance(rule, (LocalRule, PathRule, TreeRule, DeviceRule)):
+        if not isinstance(rule, (LocalRule, PathRule, TreeRule, DeviceRule, ChoosingRule)):
             raise PolicyError(
-                "must make a LocalRule, a PathRule, a TreeRule or a DeviceRule, got "
-                f"{type(rule).__name__}"
+                "must make a LocalRule, a PathRule, a TreeRule, a DeviceRule or a ChoosingRule, "
+                f"got {type(rule).__name__}"
             )
         return rule
 
@@ -79,8 +115,12 @@ def ask_rule(rule: AcceptanceRule, ask: Callable[[], Answer]) -> Answer:
 
 
 def broken_plugins() -> list[str]:
-    """What is wrong with the rules and sources of installed packages, as far as can be seen."""
-    found = []
+    """What is wrong with method files, rules and sources, as far as can be seen."""
+    found = [
+        f"methods/{name}.py: {type(error).__name__}: {error}"
+        for name, error in method_files().items()
+        if isinstance(error, Exception)
+    ]
     for group, load in ((RULES, load_rule), (SOURCES, load_source)):
         for one in find_plugins(group).values():
             try:

@@ -6,13 +6,18 @@ comes to the host in one copy.
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from math import isfinite
 
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.acceptance.rule import DeviceRule, ScoredNodes, TreeRule
+from deft_policies.decoding.acceptance.rule import (
+    ChoosingRule,
+    DeviceRule,
+    ScoredNodes,
+    TreeRule,
+)
 from deft_policies.decoding.plugins import ask_rule
-from deft_policies.decoding.ratio_test import ratio_test
 from deft_policies.decoding.sampling import (
     ANSWER,
     exponential,
@@ -41,12 +46,12 @@ class _Columns:
         return slice(first, self.size)
 
     def copied(self) -> "_Copy":
-        """All of them, on their way to the host."""
+        """All of them, being copied to the host."""
         return _Copy(torch.cat(self.parts))
 
 
 class _Copy:
-    """Numbers on their way to the host, which need not wait for what is queued behind them."""
+    """Numbers being copied to the host, which waits for this copy and not for later work."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -80,7 +85,7 @@ class _Places:
 
 
 class Reading:
-    """What the target says of every answer's tree, on its way to the host."""
+    """What the target predicts for every sequence's tree, being copied to the host."""
 
     def __init__(
         self,
@@ -104,23 +109,26 @@ class Reading:
                 slice(of_sums + first, of_sums + stop),
                 of_answers + first,
             )
-            logits = scores.logits[here]
+            logits, rule = scores.logits[here], sequence.method.rule
             if sequence.method.temperature > 0.0:
                 place.drawn = columns.add(draw_tokens(sequence, tree, logits))
-                if tree.odds is not None:
-                    place.chosen = columns.add(ratio_test(sequence, tree, logits))
+                if tree.odds is not None and isinstance(rule, ChoosingRule):
+                    with sequence.failing():
+                        place.chosen = columns.add(choose(rule, sequence, tree, logits))
             if sequence.wants_margins:
-                place.gaps = columns.add(top_gap(logits, scores.best[here]))
-            rule = sequence.method.rule
+                # Where a grammar leaves one token the gap is not finite, which no trace can say.
+                gaps = top_gap(logits, scores.best[here])
+                place.gaps = columns.add(gaps.clamp(max=torch.finfo(gaps.dtype).max))
             if tree.has_guesses and isinstance(rule, (DeviceRule, TreeRule)):
                 hidden, greedy = scores.hidden[here], scores.best[here]
-                found = measure(rule, sequence, tree, logits, hidden, greedy)
-                place.measured = None if found is None else columns.add(found)
+                with sequence.failing():
+                    found = measure(rule, sequence, tree, logits, hidden, greedy)
+                    place.measured = None if found is None else columns.add(found)
             self._places.append(place)
         self._copy = columns.copied()
 
     def finish(self) -> list[Found]:
-        """Wait for it; what was found of each answer."""
+        """Wait for the copy; return what was found for each sequence."""
         numbers = self._copy.read()
 
         def ints(where: slice) -> list[int]:
@@ -131,7 +139,7 @@ class Reading:
                 answer=int(numbers[one.answer]),
                 predictions=ints(one.drawn or one.greedy),
                 greedy=ints(one.greedy),
-                is_finite=all(value - value == 0 for value in numbers[one.sums]),
+                is_finite=all(map(isfinite, numbers[one.sums])),
                 gaps=numbers[one.gaps] if one.gaps else [],
                 judged=numbers[one.measured] if one.measured else [],
                 chosen=_pair(ints(one.chosen)) if one.chosen else None,
@@ -158,6 +166,11 @@ def draw_tokens(sequence: Sequence, tree: DraftTree, logits: Tensor) -> Tensor:
     numbers = to_device([places], logits.device, torch.int64)
     noise = exponential(keys, ANSWER, numbers, odds.shape[2])
     return (odds / noise).argmax(dim=2)[0]
+
+
+def choose(rule: ChoosingRule, sequence: Sequence, tree: DraftTree, logits: Tensor) -> Tensor:
+    """What a rule that chooses itself says: the last node and the bonus, [2]."""
+    return ask_rule(rule, lambda: rule.choose(sequence, tree, logits))
 
 
 def measure(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
@@ -17,7 +18,7 @@ from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import TreeShape
 from deft_policies.decoding.trace import PassRecord, PassTraces
 from deft_policies.decoding.tree import DraftTree
-from deft_policies.errors import MixedAnswersError
+from deft_policies.errors import MixedAnswersError, PolicyError
 from deft_policies.memory import SessionMemory
 from deft_policies.model.sizes import TokenRange
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from deft_policies.decoding.drafts import DraftSource
     from deft_policies.decoding.target import Grammar, Prompt
 
-_NUMBERS = count(1)  # of answers; 0 is nobody's
+_NUMBERS = count(1)  # of answers; 0 is no answer's
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class Sequence:
     noise_key: int = 0  # of the random numbers it draws
     choice: Choice = Choice("")  # the plan
     shape: TreeShape = TreeShape()  # of trees that a model grows
-    guard: Guard | None = None  # which learns from it
+    guard: Guard | None = None  # learns how many passes it took
     prefill_sources: list[DraftSource] = field(default_factory=list)
     round_sources: list[DraftSource] = field(default_factory=list)
     notes: dict[str, Any] = field(default_factory=dict)  # what a source remembers of it, by kind
@@ -128,7 +129,16 @@ class Sequence:
     log_probs: tuple[float, ...] = ()
     is_done: bool = False
     is_finite: bool = True
+    error: PolicyError | None = None  # of a plugin that it names; it ends with the round
     trace: DecodeTrace | None = None
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """Have an error of a plugin fail this answer alone."""
+        try:
+            yield
+        except PolicyError as error:
+            self.error = error
 
     @property
     def sources(self) -> tuple[DraftSource, ...]:
@@ -162,7 +172,7 @@ class Sequence:
 
     @property
     def action_space(self) -> ActionSpace:
-        """What the positions of an action mean; bins where nobody knows."""
+        """What the positions of an action mean; plain bins where that is unknown."""
         return self.spec.space or ActionSpace.in_bins(self.spec.action_length)
 
     def is_bin(self, token: int) -> bool:
@@ -196,9 +206,10 @@ class Sequence:
 
     @cached_property
     def drift(self) -> tuple[float, ...]:
-        """[position], executed minus the target's own over past steps, in bins.
+        """Drift before this answer, [position]: executed minus the target's own, in bins.
 
-        Of numbers: of the session, and of the steps of its last answer that were executed.
+        Where actions are written as numbers: the session's drift, plus that of the executed steps
+        of its last answer.
         """
         assert self.spec.space is not None
         known = self.memory.drift if self.knows_drift else (0.0,) * self.spec.space.length
@@ -211,7 +222,7 @@ class Sequence:
     def commit(
         self, tree: DraftTree, path: list[int], bonus: int, found: Found, record: PassRecord
     ) -> None:
-        """Take in a pass: guesses of the path, and the target's token after them.
+        """Append the tokens of a pass: guesses on the path, then the target's own token.
 
         `path` holds nodes from node 0 on. Raises `MixedAnswersError` if the pass was of another
         answer.
@@ -234,11 +245,17 @@ class Sequence:
 
     def _has_ended(self) -> bool:
         has_stopped = self.spec.ends_with(self.tokens[-1])
-        return has_stopped or not self.is_finite or len(self.tokens) >= self.limit
+        has_failed = self.error is not None or not self.is_finite
+        return has_stopped or has_failed or len(self.tokens) >= self.limit
 
-    def extend(self, forced: Items[int]) -> None:
-        """Commit tokens that a grammar forces: the next pass caches them."""
-        for token in forced[: self.limit - len(self.tokens)]:
+    def extend(self, forced: Items[int], room: int) -> None:
+        """Commit up to `room` tokens that a grammar forces: the next pass caches them.
+
+        Those for which there is no room are forced again after that pass.
+        """
+        for token in forced[:room]:
+            if self.is_done:
+                break
             self.tokens.append(token)
             self.target_tokens.append(token)
             self.margins += [0.0] * self.wants_margins

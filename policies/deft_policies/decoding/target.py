@@ -20,9 +20,9 @@ from deft_policies.decoding.captured import CapturedPasses
 from deft_policies.decoding.sampling import first_maximum
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.model.graphs import StepRunner
-from deft_policies.model.kv_cache import STRIP, KVCache
-from deft_policies.model.llama import LlamaDecoder, first_layers
-from deft_policies.model.packed import PackedRow, attend_packed
+from deft_policies.model.kv_cache import STRIP, CacheWindow, KVCache
+from deft_policies.model.llama import LlamaDecoder, added_mask, first_layers
+from deft_policies.model.packed import PackedAttention, PackedRow, attend_packed
 from deft_policies.model.passes import LlamaPasses
 from deft_policies.model.sizes import TokenRange
 from deft_policies.model.staging import keep_freed_memory, to_device
@@ -32,13 +32,25 @@ if TYPE_CHECKING:
 
 
 class Grammar(Protocol):
-    """What the tokens of an answer must obey. One object for each answer, which keeps no state."""
+    """What the tokens of an answer must obey. One object for each answer, which keeps no state.
+
+    Where `forced` names a token, `adjust` must leave no other: drafts are judged by it.
+    """
 
     def adjust(self, logits: Tensor, answer: "Answer", tree: DraftTree) -> Tensor:
-        """Logits [node, token] with what may not follow a node changed."""
+        """Logits [node, token], changed by what each node may be followed by.
+
+        The answer up to node 0 is `answer.tokens[: answer.num_cached + 1]`; in a prefill that is
+        nothing, and node 0 is the prompt's last token. Runs on the device, before the one read of a
+        round, in every round: it must read nothing back. Minus infinity forbids a token.
+        """
 
     def forced(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Tokens that alone can follow: they are committed without a pass. May be none."""
+        """Tokens that alone can follow `tokens`, in order: committed without a pass. May be none.
+
+        Asked after each pass, so not of the empty answer: what it must begin with belongs in the
+        prompt.
+        """
 
 
 @dataclass(frozen=True)
@@ -251,6 +263,8 @@ class Target:
         attention, last = attend_packed(
             cache, packed, rotation, self.decoder.sizes, self.passes.rows, embeds.dtype
         )
+        if self.passes.rows is None and _are_beside(packed):
+            attention = _together(cache, packed, attention)
         hidden = self.passes.run(embeds, attention, last)
         return self._scores_of(rows, packed, hidden)
 
@@ -321,6 +335,50 @@ class Target:
             if given is None and stop is not None and token == stop:
                 break
         return found
+
+
+def _are_beside(rows: Sequence[PackedRow]) -> bool:
+    """Whether rows of a later pass fill slots side by side, with as many tokens each."""
+    first = rows[0]
+    return len(rows) > 1 and all(
+        (row.slot, row.num_tokens) == (first.slot + index, first.num_tokens)
+        and row.wanted is None
+        and row.mask is None
+        for index, row in enumerate(rows)
+    )
+
+
+def _together(
+    cache: KVCache, rows: Sequence[PackedRow], attention: PackedAttention
+) -> PackedAttention:
+    """One call of the attention for rows of different lengths, over the longest of them.
+
+    What lies behind a shorter row is masked. A call for each row costs more where passes are small.
+    """
+    first, width = rows[0], rows[0].num_tokens
+    slots = slice(first.slot, first.slot + len(rows))
+    starts = np.array([row.start for row in rows])
+    read = int(starts.max()) + width
+    last = starts[:, None] + np.arange(width)  # that a token sees, [row, token]
+    index = (np.arange(slots.start, slots.stop)[:, None] * cache.num_positions + last).ravel()
+    seen = np.arange(read) <= last[:, None, :, None]
+    strips = cache.data[:, slots, :read].transpose(2, 3)
+    num_heads = attention.sizes.num_kv_heads
+    window = CacheWindow(
+        targets=cache.flat.unbind(0),
+        keys=strips[:, :, :num_heads].unbind(0),
+        values=strips[:, :, num_heads:].unbind(0),
+        index=to_device(index.tolist(), cache.data.device),
+    )
+    group = replace(
+        attention.groups[0],
+        tokens=slice(0, width * len(rows)),
+        num_rows=len(rows),
+        window=window,
+        mask=added_mask(to_device(seen, cache.data.device), attention.sums_in),
+        is_causal=False,
+    )
+    return replace(attention, groups=[group])
 
 
 def _scores_of(passes: CapturedPasses, first: list[int], num_nodes: int) -> Scores:

@@ -1,4 +1,4 @@
-"""Records of passes, and the traces that are made of them when somebody looks."""
+"""Records of passes, converted to traces lazily."""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
 """From options to a policy, and the one place where a model's family is found."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import torch
 
@@ -101,16 +103,16 @@ def load_policy(options: ModelOptions) -> VlaPolicy:
         )
     draft_family = None if options.draft_model is None else _open_draft_model(options)
     # The files are hashed on other threads while they are loaded.
-    digests = _start_digests(family, draft_family, options.draft_heads)
-    model = family.load(device, dtype)
-    drafts = DraftModels()
-    if isinstance(model, TokenModel):
-        if draft_family is not None:
-            model.draft_with(draft_family.load(device, dtype, model.runner))
-        drafts = _load_drafts(options, model)
-    policy = VlaPolicy(model, options, drafts, method)
-    policy.reason_for_dtype = reason
-    policy.digests = {name: digest.result() for name, digest in digests.items()}
+    with _digesting(family, draft_family, options.draft_heads) as digests:
+        model = family.load(device, dtype)
+        drafts = DraftModels()
+        if isinstance(model, TokenModel):
+            if draft_family is not None:
+                model.draft_with(draft_family.load(device, dtype, model.runner))
+            drafts = _load_drafts(options, model)
+        policy = VlaPolicy(model, options, drafts, method)
+        policy.reason_for_dtype = reason
+        policy.digests = {name: digest.result() for name, digest in digests.items()}
     _log.info("served in %s (%s)", precision.value, reason)
     if isinstance(model, TokenModel):
         _log.info("answers of exact methods: %s", model.target.describe_equality())
@@ -129,20 +131,31 @@ def _open_draft_model(options: ModelOptions) -> Family:
     )
 
 
-def _start_digests(
+@contextmanager
+def _digesting(
     family: Family, draft_family: Family | None, heads: Sequence[Path]
-) -> Mapping[str, "Future[str]"]:
-    """Of all weights that are read from files, by the name that /v1/info gives each digest."""
+) -> Iterator[Mapping[str, "Future[str]"]]:
+    """Digests of all weights that are read from files, by the name that /v1/info gives each.
+
+    Given up where the block raises, so that a command that fails ends at once.
+    """
+    unwanted = Event()
     folders = {"digest of weights": family.weight_folders}
     folders |= {f"digest of head {head.name}": [head] for head in heads}
     if draft_family is not None:
         folders["digest of draft model"] = draft_family.weight_folders
     beside = ThreadPoolExecutor()
     started = {
-        name: beside.submit(digest_weights, places) for name, places in folders.items() if places
+        name: beside.submit(digest_weights, places, unwanted)
+        for name, places in folders.items()
+        if places
     }
     beside.shutdown(wait=False)
-    return started
+    try:
+        yield started
+    except BaseException:
+        unwanted.set()
+        raise
 
 
 def _choose_threads(options: ModelOptions, device: torch.device, family: Family) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 from deft_client.commands.methods import method_text
 from deft_client.image_chain import ImageChain
 from deft_policies.decoding.kinds import OUR_KINDS, read_kinds
-from deft_policies.decoding.methods import DEFAULT_METHOD, PRESETS
+from deft_policies.decoding.methods import DEFAULT_METHOD, presets
 from deft_policies.decoding.plan import KeyMask, RopeOffset, TreeShape, read_tree
+from deft_policies.decoding.plugins import from_files
 from deft_policies.model.formats import Precision, Quantization
 
 FAMILY_NAMES = ("openvla", "oft", "ecot", "vla0", "qwenfast", "nora", "pi0fast")
@@ -49,7 +50,7 @@ def _at_least(lowest: int, text: str) -> int:
 
 
 def _readable(read: Callable[[str], object], text: str) -> str:
-    """The text as it is, so that it can be told again, once it can be read."""
+    """Validate, but return the original text, so that commands can print it back."""
     try:
         read(text)
     except ValueError as error:
@@ -130,8 +131,8 @@ class ModelOptions:
         DEFAULT_METHOD,
         read=method_text,
         metavar="METHOD",
-        help=f"one of {', '.join(PRESETS)}; or NAME:KNOB=VALUE,..., or a file that ends in .toml; "
-        f"default: {DEFAULT_METHOD}, the actions of plain decoding",
+        help=f"one of {', '.join(presets())}; or NAME:KNOB=VALUE,..., or a file that ends in "
+        f".toml; default: {DEFAULT_METHOD}, the actions of plain decoding",
     )
     radius: int | None = _of_decoding(
         "--radius", type=partial(_at_least, 0), metavar="BINS", help="acceptance radius"
@@ -175,7 +176,7 @@ class ModelOptions:
         type=partial(_readable, read_kinds),
         metavar="SOURCE[,SOURCE...]",
         help="draft from these alone: "
-        + ", ".join(OUR_KINDS)
+        + ", ".join((*OUR_KINDS, *from_files("SOURCES")))
         + ", or one that an installed package brings",
     )
     draft_tree: TreeShape | None = _of_decoding(

@@ -57,7 +57,7 @@ _TESTED_TOKENS = 32  # of a text
 
 @dataclass(eq=False)
 class _Frame(Running):
-    """An observation on its way, and what the policy keeps of it."""
+    """A request in flight, and what the policy keeps of it."""
 
     model: Model
     key: str
@@ -76,9 +76,9 @@ class VlaPolicy:
         drafts: DraftModels | None = None,
         method: Method | None = None,
     ) -> None:
-        """Of the options those of the model itself are told, and no longer looked at.
+        """Options of the model itself have been applied; they are only reported here.
 
-        Without a `method` their own is the default.
+        Without a `method` the options' own is the default.
         """
         self.model = model
         self.options = options or ModelOptions()
@@ -97,7 +97,7 @@ class VlaPolicy:
         self._details = _describe(model, self.options)
         self.reason_for_dtype = ""  # in words, where the format was chosen
         self.digests: Mapping[str, str] = {}  # of the files that its weights were read from
-        self._frames: list[_Frame] = []  # on their way
+        self._frames: list[_Frame] = []  # in flight
         if isinstance(model, TokenModel):
             widest = max(one.widest for one in self._token_models)
             forms = [form for one in self._token_models for form in one.forms.values()]
@@ -125,6 +125,7 @@ class VlaPolicy:
             details["dtype chosen"] = self.reason_for_dtype
         if self._token_models:
             details |= self.method.described()
+            details |= {f"guard, {name}": why for name, why in self.engine.decisions.items()}
         longest = self._models[-1].forms[self._any_key]
         return ServerInfo(
             policy=options.name or model.family,
@@ -187,7 +188,7 @@ class VlaPolicy:
         self.model_for(options).check(observation)
 
     def model_for(self, options: ActOptions) -> Model:
-        """What answers a request: it is asked to think aloud where both ways were learnt."""
+        """The model that answers a request: the reasoning one if requested and available."""
         return self._models[-1] if options.want_reasoning else self.model
 
     def _check_method(self, options: ActOptions) -> None:
@@ -220,7 +221,8 @@ class VlaPolicy:
                 form = _form(way, self._any_key, self._tested(way))
                 prompt = self._blank_prompt(way)
                 # The guards of methods that callers may ask for need what plans cost, too.
-                for name in dict.fromkeys((self.method.name, *(methods or ()), DEFAULT_METHOD)):
+                names = (self.method.name, *(methods or ()), DEFAULT_METHOD)
+                for name in filter(self.has_method, dict.fromkeys(names)):
                     self.engine.warm_up(prompt, self.method_for(ActOptions(decoding=name)), form)
         limits = self.action_limits(self._any_key)
         for one in self._models:
@@ -233,7 +235,7 @@ class VlaPolicy:
             )
 
     def _tested(self, model: Model) -> ActOptions:
-        """How a model is asked before anybody waits: of a text for its beginning."""
+        """Options of warm-up requests; a text is cut short."""
         form = model.forms[self._any_key]
         if form.stop is None:
             return ActOptions()
@@ -276,13 +278,13 @@ class VlaPolicy:
         return frames
 
     def step(self, first: Collection[Running] = ()) -> Sequence[Running]:
-        """Play one round of all that is on its way; those that have ended."""
+        """Run one round of all requests in flight; return the finished."""
         with _computing(len(self._frames)):
             clock = StageClock(self.model.device)
             for frame in self._frames:
                 frame.clocks.append(clock)
             try:
-                ended = self._play(clock, first)
+                ended = self._run_round(clock, first)
             except BaseException:
                 for frame in [*self._frames]:
                     self.cancel(frame)
@@ -293,7 +295,7 @@ class VlaPolicy:
         return ended
 
     def _hand_on(self, frame: _Frame) -> None:
-        """Tell who wants to know which actions are final before the answer is."""
+        """Report actions that are final before the answer is, where the request asks for them."""
         on_actions, row, model = frame.request.on_actions, frame.row, frame.model
         if on_actions is None or row is None or not isinstance(model, TokenModel):
             return
@@ -305,7 +307,7 @@ class VlaPolicy:
             on_actions(actions)
 
     def cancel(self, running: Running) -> None:
-        """Let go of one between two steps; nothing where it has ended."""
+        """Remove a request between two steps; one that has ended is left alone."""
         if isinstance(running, _Frame) and running in self._frames:
             self._frames.remove(running)
             if running.row is not None:
@@ -322,7 +324,7 @@ class VlaPolicy:
             row.executed_steps = options.executed_steps
         return _Frame(request, model=model, key=key, row=row, clocks=[clock])
 
-    def _play(self, clock: StageClock, first: Collection[Running]) -> list[_Frame]:
+    def _run_round(self, clock: StageClock, first: Collection[Running]) -> list[_Frame]:
         """One round, and answers of what it has ended."""
         model, frames = self.model, self._frames
         found: list[tuple[Values, DecodeTrace | None]]
@@ -350,6 +352,9 @@ class VlaPolicy:
 
     def _answer(self, frame: _Frame, values: Values, trace: DecodeTrace | None) -> None:
         """Give a frame that has ended its answer, or say why there is none."""
+        if frame.row is not None and frame.row.error is not None:
+            frame.error = frame.row.error
+            return
         if frame.row is not None and not frame.row.is_finite:
             frame.error = NotFiniteError(
                 "the model's logits hold NaN or infinity; its weights or its number format are "
@@ -423,17 +428,17 @@ def _describe(model: Model, options: ModelOptions) -> dict[str, str]:
     about = f"cpu ({torch.get_num_threads()} threads)"
     if device.type == "cuda":
         about = f"{device} ({torch.cuda.get_device_name(device)})"
-    told = {}
+    reported = {}
     if isinstance(model, TokenModel):
-        told["answers of exact methods"] = model.target.describe_equality()
-        told["guard"] = "on" if options.is_guarded else "off"
+        reported["answers of exact methods"] = model.target.describe_equality()
+        reported["guard"] = "on" if options.is_guarded else "off"
     return {
         "weights": options.name or options.checkpoint or f"random:{options.random_weights}",
         "device": about,
         "processor": _processor(),
         "dtype": str(weight.dtype).removeprefix("torch."),
         "quantization": model.network.describe_quantization(),
-        **told,
+        **reported,
         **({"draft model": options.draft_model} if options.draft_model else {}),
     }
 

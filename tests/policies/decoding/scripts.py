@@ -11,7 +11,7 @@ from deft_policies.decoding.acceptance.rule import ActionSpace
 from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.drafts import Branches, DraftSource, Guesses
 from deft_policies.decoding.engine import DraftModels, Engine, Maker
-from deft_policies.decoding.methods import PRESETS, Method, find_method
+from deft_policies.decoding.methods import Method, find_method, presets
 from deft_policies.decoding.sequence import AnswerSpec
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.target import PassRow, Prompt, Scores, Target
@@ -21,7 +21,7 @@ from deft_policies.model.sizes import TokenRange
 from tests.tiny_target import CPU, LENGTH, scores_of
 
 # For action tokens: `numbers` judges texts, on the host.
-METHODS = tuple(find_method(name) for name in PRESETS if name != "numbers")
+METHODS = tuple(find_method(name) for name in presets() if name != "numbers")
 # (row, position, tokens committed so far) -> candidate tokens for that position
 Guess = Callable[[int, int, tuple[int, ...]], Sequence[int]]
 

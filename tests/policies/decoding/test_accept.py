@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from deft_policies.decoding.accept import accept
-from deft_policies.decoding.acceptance.distance import WithinBins, WithinIds
 from deft_policies.decoding.acceptance.rule import AcceptanceRule, ActionSpace, ExactMatch
 from deft_policies.decoding.plan import TieBreak
 from deft_policies.decoding.sequence import AnswerSpec, Found
 from deft_policies.decoding.tree import Branches, DraftTree, merge
+from deft_policies.methods.spec_vla import WithinIds
+from deft_policies.methods.top_k import TopK
+from deft_policies.methods.within_bins import WithinBins
 from tests.policies.decoding.trees import Case, random_case, steps_to
 from tests.tiny_target import LENGTH, path_to
 
@@ -119,3 +121,17 @@ def test_committed_tokens_that_a_pass_caches_stay_on_the_path() -> None:
     said = [1, 2, 10, 5, 6, 7]
     found = Found(case.answer.number, said, said, is_finite=True)
     assert accept(case.answer, tree, found) == ([0, 1, 2, 3], 5)
+
+
+def test_nothing_is_relaxed_where_tokens_mean_no_distance() -> None:
+    """Tokens of frequencies are no bins: without an action space every rule is exact."""
+    always, num_near = TopK(k=1000), 0
+    for seed in range(100):
+        without = random_case(seed, spec=AnswerSpec(LENGTH, 25))
+        path, _ = without.committed(always, TieBreak.CLOSEST)
+        exact, _ = without.committed(ExactMatch(), TieBreak.CLOSEST)
+        assert len(path) == len(exact)
+        assert tokens_at(without, path) == tokens_at(without, exact)
+        relaxed = random_case(seed, spec=AnswerSpec(LENGTH, 25, ActionSpace.in_bins(LENGTH)))
+        num_near += len(relaxed.committed(always, TieBreak.CLOSEST)[0]) > len(path)
+    assert num_near > 10

@@ -10,7 +10,6 @@ import pytest
 from deft_client.types import ActOptions, Observation
 from deft_policies.base import ActRequest
 from deft_policies.decoding import kinds
-from deft_policies.decoding.acceptance.distance import WithinBins
 from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.plan import KeyMask, RopeOffset, TreeShape
 from deft_policies.errors import CheckpointError, RequestError
@@ -18,6 +17,7 @@ from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions, add_flags, read_flags
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.memory import SessionMemory
+from deft_policies.methods.within_bins import WithinBins
 from tests import golden
 
 PREVIOUS = (kinds.PREVIOUS, kinds.RECYCLED)

@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deft_policies.decoding import kinds
-from deft_policies.decoding.acceptance.distance import WithinBins, WithinDrift
 from deft_policies.decoding.acceptance.rule import (
     AcceptanceRule,
     ActionSpace,
@@ -21,6 +20,8 @@ from deft_policies.decoding.acceptance.rule import (
 from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.plan import Plan
 from deft_policies.memory import STEPS_KEPT, SessionMemory
+from deft_policies.methods.deft import WithinDrift
+from deft_policies.methods.within_bins import WithinBins
 from tests.policies.decoding.scripts import (
     AnswerTarget,
     Decoding,

@@ -15,6 +15,8 @@ from deft_policies.decoding.guard import DECIDE_EVERY, Choice, Guard, Price, bes
 from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.plan import PLAIN, Plan
 from deft_policies.decoding.sequence import AnswerSpec
+from deft_policies.families.loading import load_policy
+from deft_policies.families.options import ModelOptions
 from tests.policies.decoding.scripts import Decoding, Session, tokens_of
 from tests.tiny_target import LENGTH, fast_target, greedy, random_prompts, tiny_decoder
 
@@ -268,3 +270,27 @@ def test_an_unguarded_method_says_nothing() -> None:
     decoder = tiny_decoder()
     one = Decoding(fast_target(decoder), find_method("autoregressive"))
     assert one.decode(random_prompts(decoder, [3]), Session.of(1))[0].guard == ""
+
+
+def test_a_decision_is_logged_and_reported(caplog: pytest.LogCaptureFixture) -> None:
+    guard = Guard([Plan("head", ("head",), ("head",))], LENGTH, "lossless")
+    assert not guard.has_decided
+    with caplog.at_level("INFO"):
+        guard.measured({"plain": Price(10.0, 2.0), "head": Price(10.0, 1.0)})
+    assert guard.has_decided
+    reason = "expects 13.00 ms with head, 22.00 ms with plain"
+    assert caplog.messages == [f"lossless drafts by plan head: {reason}"]
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        for _ in range(2 * DECIDE_EVERY):
+            guard.choose()
+    assert caplog.messages == []  # as long as it decides the same
+
+
+def test_the_policy_tells_what_its_guards_have_decided() -> None:
+    policy = load_policy(ModelOptions(random_weights="small"))
+    assert not any(name.startswith("guard,") for name in policy.info.details)
+    policy.warm_up()
+    plan, reason = policy.info.details["guard, lossless"].split(": ")
+    assert reason.startswith(f"expects {policy.engine.decisions['lossless'].split()[2]}")
+    assert plan in {"plain", *(one.name for one in policy.method.plans)}

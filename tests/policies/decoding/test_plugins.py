@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +21,39 @@ import pytest
 import torch
 from websockets.sync.client import connect
 
+from deft_client.client import PolicyClient
 from deft_client.commands.methods import read_method, tomllib, with_knobs
 from deft_client.errors import UsageError
-from deft_client.types import ActOptions, Observation
+from deft_client.types import ActOptions, DecodeTrace, Observation
 from deft_policies.base import ActRequest, Verdict
 from deft_policies.decoding.acceptance import rule as rule_module
-from deft_policies.decoding.acceptance.rule import AcceptanceRule, DeviceRule, ScoredNodes
+from deft_policies.decoding.acceptance.rule import (
+    AcceptanceRule,
+    ActionSpace,
+    DeviceRule,
+    ScoredNodes,
+)
+from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.drafts import DraftSource
+from deft_policies.decoding.engine import Engine
 from deft_policies.decoding.kinds import source_kinds
 from deft_policies.decoding.methods import find_method, method_names
 from deft_policies.decoding.plan import Loop, TieBreak, TreeShape
 from deft_policies.decoding.plugins import broken_plugins, find_plugins, load_rule
-from deft_policies.decoding.sequence import LastPass
+from deft_policies.decoding.sequence import AnswerSpec, LastPass
+from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.errors import PolicyError, RequestError
 from deft_policies.families.loading import examine, load_policy
 from deft_policies.families.options import ModelOptions
 from deft_policies.memory import SessionMemory
 from deft_server.app import create_app
+from tests.policies.decoding.captures import Captured, plain_engine, play
 from tests.policies.decoding.scripts import Decoding, Session, answer_of
 from tests.policies.decoding.trees import ACTIONS, random_case, steps_to
 from tests.repository import ROOT
-from tests.server.running import client_of
+from tests.server.running import client_of, running
 from tests.standins.policies import MSGPACK, packed
-from tests.tiny_target import fast_target, random_prompts, tiny_decoder
+from tests.tiny_target import CPU, LENGTH, fast_target, greedy, random_prompts, tiny_decoder
 
 PLUGINS = ROOT / "docs" / "plugins"
 
@@ -150,20 +161,63 @@ def test_a_probability_rule_judges_nodes_at_their_parents(installed: Path, seed:
 
 @pytest.mark.parametrize(
     ("heading", "module"),
-    [("A rule by distance", "steady_rule.py"), ("A rule by probability", "likely_rule.py")],
+    [("A path rule, from", "steady_rule.py"), ("A device rule, from", "likely_rule.py")],
 )
 def test_the_page_shows_the_rules_that_the_package_holds(heading: str, module: str) -> None:
-    shown = (ROOT / "docs" / "plugins.md").read_text().split(f"{heading}, complete:")[1]
+    shown = (ROOT / "docs" / "plugins.md").read_text().split(heading)[1]
     lines = [line.strip() for line in shown.split("```")[1].splitlines()[1:]]
     assert all(line in (PLUGINS / module).read_text() for line in lines)
     assert len(lines) >= 3
 
 
-def test_the_page_shows_the_source_that_the_package_holds() -> None:
+@pytest.mark.parametrize(
+    ("heading", "module", "most"),
+    [("A rule, complete", "near_rule.py", 5), ("A source, complete", "middle_source.py", 8)],
+)
+def test_the_page_begins_with_what_a_stranger_writes_in_a_minute(
+    heading: str, module: str, most: int
+) -> None:
     page = (ROOT / "docs" / "plugins.md").read_text()
-    code = page.split("## A source")[1].split("```python\n")[1].split("```")[0]
-    assert code.rstrip() in (PLUGINS / "middle_source.py").read_text()
-    assert "def draft(" in code
+    code = page.split(heading)[1].split("```python\n")[1].split("```")[0]
+    assert code == (PLUGINS / module).read_text()
+    assert sum(bool(line) for line in code.splitlines()) <= most
+
+
+EVERY_KIND = (
+    "near:drafts=middle+previous",
+    "steady:limit=9,drafts=previous+middle",
+    "likely:share=0.1,drafts=previous",
+    "lossless:drafts=middle+previous",
+)
+
+
+def test_a_server_serves_every_kind_of_plugin(installed: Path) -> None:
+    """Two frames of each session: the second has an action of the first to draft."""
+    policy = load_policy(ModelOptions(random_weights="small"))
+    with running(create_app(policy)) as address, PolicyClient(f"http://{address}") as client:
+
+        def traces(method: str) -> list[DecodeTrace]:
+            options = ActOptions(method, decoding=method, want_trace=True)
+            chunks = [client.act(asked(number).observation, options) for number in range(2)]
+            return [one.trace for one in chunks if one.trace is not None]
+
+        plain = [one.tokens for one in traces("autoregressive")]
+        for method in EVERY_KIND:
+            found = traces(method)
+            assert [one.method for one in found] == [method] * 2
+            drafted = {name for one in found for a_pass in one.passes for name in a_pass.sources}
+            assert drafted - {""} <= {"middle", "previous"}
+            assert "previous" in drafted
+            if method.startswith("lossless"):
+                assert [one.tokens for one in found] == plain
+
+
+def test_plugins_run_beside_captured_passes(installed: Path) -> None:
+    """On the stand-in of a GPU: the same answers, and nothing is captured for them."""
+    captured, plain = Captured(), plain_engine()
+    methods = [find_method(name) for name in EVERY_KIND]
+    assert play(captured.engine, methods) == play(plain, methods)
+    captured.check_nothing_was_captured_since()
 
 
 def test_the_page_names_all_that_a_source_defines() -> None:
@@ -289,10 +343,50 @@ def test_a_source_with_another_name_is_refused(place: Path) -> None:
         drafted.decode(random_prompts(tiny_decoder(), [2, 5], 0), Session.of(2))
 
 
+MODEL_SOURCE = """
+from deft_policies.decoding.drafts import ModelSource
+
+class Source(ModelSource):
+    kind = "odd"
+    reads_prompts = True
+
+    def __init__(self, target):
+        self.target = target
+
+    def observe_prompt(self, sequence, prompt, hidden):
+        assert hidden.shape == prompt.embeds.shape
+
+    def observe(self, sequence, hidden, logits):
+        sequence.notes[self.kind] = int(logits[sequence.last.path[-1]].argmax())
+
+    def draft_all(self, sequences):
+        return [[[one.notes[self.kind]]] for one in sequences]
+"""
+
+
+def test_a_model_of_a_package_is_shown_what_the_target_computes(place: Path) -> None:
+    """It drafts the token of the logits that it was shown last: the bonus of the pass before."""
+    (place / "odd_source.py").write_text(MODEL_SOURCE)
+    register(place, "odd-robot", {"deft.draft_sources": {"odd": "odd_source:Source"}})
+    decoder = tiny_decoder()
+    prompts = random_prompts(decoder, [2, 5], 0)
+    drafted = Decoding(fast_target(decoder), find_method("lossless:drafts=odd"))
+    traces = drafted.decode(prompts, Session.of(2))
+    assert [one.tokens for one in traces] == greedy(decoder, prompts)
+    for trace in traces:
+        for before, one in zip(trace.passes, trace.passes[1:], strict=False):
+            both = zip(one.tokens, one.sources, strict=True)
+            guesses = [token for token, source in both if source]
+            assert guesses == [before.bonus][: len(guesses)]
+        assert any("odd" in one.sources for one in trace.passes)
+
+
 SLOW_SOURCE = """
 import threading
 import torch
+from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.drafts import DraftSource
+from deft_policies.decoding.engine import Engine
 
 MADE = []
 BEGUN, GOES_ON = threading.Event(), threading.Event()
@@ -391,6 +485,31 @@ def test_a_source_that_guesses_what_nobody_can_read_is_named(
     prompts = random_prompts(tiny_decoder(), [2, 5], 0)
     with pytest.raises(PolicyError, match=rf"plugin odd-robot \(odd_source:Source\): .*{message}"):
         drafted.decode(prompts, Session.of(2))
+
+
+@pytest.mark.parametrize("broken", ["source", "path rule", "device rule"])
+def test_a_broken_plugin_fails_who_names_it_and_no_neighbour(place: Path, broken: str) -> None:
+    """In one batch, whose other answers go on in the same passes."""
+    if broken == "source":
+        add_source(place, "1 / 0")
+        method = "lossless:drafts=odd"
+    else:
+        add_rule(place, "1 / 0", kind="PathRule" if broken == "path rule" else "DeviceRule")
+        method = "mass:drafts=previous"
+    decoder = tiny_decoder()
+    prompts = random_prompts(decoder, [2, 5, 3], 0)
+    wanted, spec = greedy(decoder, prompts), AnswerSpec.action(ActionSpace.in_bins(LENGTH))
+    engine, memory = Engine(fast_target(decoder)), SessionMemory(own=(tuple(range(24, 31)),))
+    names = ("lossless:plan=memory", method, "autoregressive")
+    rows = [Answer(find_method(name), spec, replace(memory)) for name in names]
+    engine.start(prompts, rows)
+    while engine.rows:
+        engine.step(StageClock(CPU))
+    assert [row.error is not None for row in rows] == [False, True, False]
+    assert [tuple(rows[index].tokens) for index in (0, 2)] == [wanted[0], wanted[2]]
+    assert re.search(r"plugin \w+-robot .*ZeroDivisionError", str(rows[1].error))
+    assert rows[1].trace is None
+    assert rows[1].memory is not None
 
 
 def test_without_the_package_its_names_are_unknown() -> None:

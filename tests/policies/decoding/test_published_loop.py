@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from deft_client.types import DecodeTrace
-from deft_policies.decoding.acceptance.distance import WithinIds
 from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.plan import Loop, TieBreak
 from deft_policies.decoding.target import Prompt
 from deft_policies.decoding.tree import Branches, merge
+from deft_policies.methods.spec_vla import WithinIds
 from deft_policies.model.llama import LlamaDecoder
 from scripts.reproduce.published import PUBLISHED_SHARES, fit_acceptance, predicted_shares
 from tests.policies.decoding.scripts import (

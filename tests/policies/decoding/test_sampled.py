@@ -4,13 +4,11 @@ import pytest
 import torch
 
 from deft_policies.decoding import kinds
-from deft_policies.decoding import ratio_test as testing
 from deft_policies.decoding.accept import accept
 from deft_policies.decoding.acceptance.rule import ActionSpace
 from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.methods import Method, find_method
 from deft_policies.decoding.plan import TreeShape
-from deft_policies.decoding.ratio_test import ratio_test
 from deft_policies.decoding.read import draw_tokens
 from deft_policies.decoding.sampling import (
     ANSWER,
@@ -26,6 +24,8 @@ from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.tree import Branches, DraftTree, merge
 from deft_policies.errors import RequestError
 from deft_policies.memory import SessionMemory
+from deft_policies.methods import ratio_test as testing
+from deft_policies.methods.ratio_test import ratio_test
 from deft_policies.model.draft_heads import EagleHead, head_sizes
 from deft_policies.model.llama import LlamaDecoder, first_layers
 from tests.policies.decoding.scripts import Decoding, Session, tokens_of

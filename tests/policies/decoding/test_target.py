@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ from deft_policies.decoding.target import PassRow, Prompt, Target
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.model.graphs import Reserve, StepRunner
 from deft_policies.model.kv_cache import KVCache
+from deft_policies.model.llama import LlamaDecoder
 from deft_policies.model.vla import OpenVLAModel
+from tests import tiny_target
 from tests.policies.decoding.scripts import Decoding, Session
 from tests.recorder import RecordingCapturer
 from tests.tiny_openvla import plain_decode, plain_next_tokens, random_prompts, tiny_model
-from tests.tiny_target import path_to
+from tests.tiny_target import ACTIONS, greedy, path_to, tiny_decoder
 
 TEXT_LENGTHS = [5, 9, 3]
 RUNNERS = {
@@ -128,7 +131,7 @@ def test_prompt_hidden_states_are_those_of_the_plain_forward(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", RUNNERS)
-@pytest.mark.parametrize("two_way", [1, 4, 7])
+@pytest.mark.parametrize("two_way", [1, 4, 7, 10])
 def test_a_two_way_prefix_sees_itself_and_no_guess(kind: str, two_way: int) -> None:
     """Positions of the prefix see each other; what is behind it is causal."""
     model, rng = tiny_model(), random.Random(two_way)
@@ -151,6 +154,18 @@ def test_a_two_way_prefix_sees_itself_and_no_guess(kind: str, two_way: int) -> N
         assert int(scores.best[node]) == expected(tokens_on(tree, node))
     later = PassRow(0, prompt.length, DraftTree.of_committed([17]), 1)
     assert int(target.forward(cache, [later]).best[0]) == expected([17])
+
+
+@pytest.mark.parametrize("kind", RUNNERS)
+def test_heads_of_256_may_share_one_key_and_value(kind: str) -> None:
+    sizes = replace(tiny_decoder().sizes, num_kv_heads=1, head_dim=256)
+    torch.manual_seed(0)
+    decoder = LlamaDecoder(sizes).requires_grad_(False).eval()
+    prompts = tiny_target.random_prompts(decoder, [3, 7])
+    runner = RUNNERS[kind]()
+    target = Target(decoder, ACTIONS, runner=runner)
+    traces = plain(target).decode(prompts, Session.of(2))
+    assert [trace.tokens for trace in traces] == greedy(decoder, prompts)
 
 
 @pytest.mark.parametrize("kind", RUNNERS)

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
-from deft_policies.decoding.acceptance.distance import WithinBins
 from deft_policies.decoding.acceptance.rule import ActionSpace, ExactMatch
 from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.plan import TieBreak
 from deft_policies.decoding.sequence import AnswerSpec
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.tree import Branches, merge
+from deft_policies.methods.within_bins import WithinBins
 from deft_policies.model.sizes import TokenRange
 from tests.policies.decoding.trees import Case
 from tests.tiny_target import LENGTH

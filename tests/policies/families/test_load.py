@@ -14,7 +14,7 @@ from deft_policies.base import ActRequest
 from deft_policies.benchmark.roofline import WeightBytes
 from deft_policies.checkpoint.drafts import save_medusa
 from deft_policies.checkpoint.tensor_file import digest_weights
-from deft_policies.decoding.methods import PRESETS
+from deft_policies.decoding.methods import presets
 from deft_policies.errors import CheckpointError, DeviceError, PolicyError, RequestError
 from deft_policies.families import family
 from deft_policies.families.loading import examine, load_float32_twin, load_policy
@@ -53,7 +53,7 @@ def test_the_help_names_every_method() -> None:
     parser = ArgumentParser()
     add_flags(parser.add_argument_group())
     shown = " ".join(parser.format_help().split())
-    assert f"one of {', '.join(PRESETS)};" in shown.replace("- ", "-")
+    assert f"one of {', '.join(presets())};" in shown.replace("- ", "-")
 
 
 @pytest.mark.parametrize(

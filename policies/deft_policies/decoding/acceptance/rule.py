@@ -75,6 +75,7 @@ class AcceptanceRule:
     radius_field: ClassVar[str] = ""  # the field that holds a number of bins
     reads_numbers: ClassVar[bool] = False  # whether it judges numbers that are written as text
     any_id: ClassVar[bool] = False  # whether it may relax a token of an action that is no bin
+    draws_drafts: ClassVar[bool] = False  # whether it judges drafts that were drawn at random
 
     @property
     def is_exact(self) -> bool:
@@ -180,6 +181,35 @@ class ExactMatch(LocalRule):
         )
 
 
+class ChoosingRule(AcceptanceRule, ABC):
+    """Chooses path and bonus itself, on the device, among drafts drawn at random by known odds.
+
+    Tokens must keep the target's distribution. Drafts that were not drawn are judged exactly.
+    """
+
+    draws_drafts = True
+
+    @property
+    def is_exact(self) -> bool:
+        """In distribution."""
+        return True
+
+    @property
+    def needs_space(self) -> bool:
+        """It knows odds, and no distances."""
+        return False
+
+    @abstractmethod
+    def choose(self, sequence: Sequence, tree: DraftTree, logits: Tensor) -> Tensor:
+        """The last node to commit and the bonus, [2], from logits [node, token]; no value read."""
+
+
+def at_least_one(name: str, count: int) -> None:
+    """Refuse a field of a rule that counts something and is 0."""
+    if count < 1:
+        raise ValueError(f"{name} must be 1 or more, got {count}")
+
+
 @dataclass
 class JudgedTree:
     """A draft tree with what the target said of it, as a `TreeRule` sees it. Lists are [node]."""
@@ -202,6 +232,10 @@ class JudgedTree:
         for node in range(tree.root + 1, tree.num_nodes):
             stands.append(stands[tree.parents[node]] and fine[node])
         return stands
+
+    def distance(self, node: int) -> int:
+        """How far a guess is from the target's own token."""
+        return abs(self.tree.tokens[node] - self.expected[node])
 
     def branches(self) -> list[list[int]]:
         """The guesses on the way from the root to each leaf."""
@@ -244,6 +278,11 @@ class ScoredNodes:
         bins = (self.drafted - self.action_tokens.first).clamp(0, num_bins - 1)
         found = self.action_log_probs.gather(1, bins[:, None]).squeeze(1)
         return found.masked_fill(~self.action_tokens.contains(self.drafted), -math.inf)
+
+    def kth_largest(self, k: int) -> Tensor:
+        """The k-th largest log-probability of an action token where each node was predicted."""
+        log_probs = self.action_log_probs
+        return log_probs.topk(min(k, log_probs.shape[1]), dim=1).values[:, -1]
 
     @cached_property
     def entropy(self) -> Tensor:

@@ -2,28 +2,33 @@
 
 A source guesses how an answer goes on. It knows integers of the host, and not which rule will judge
 its guesses. Derive from `DraftSource`; a model that drafts for all answers at once derives from
-`ModelSource`.
+`ModelSource`. Imports no torch, so that methods are listed and checked without it.
 """
+
+from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Items
 from importlib.metadata import EntryPoint
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from deft_policies.decoding.plugins import load_source, naming
-from deft_policies.decoding.sequence import Sequence
-from deft_policies.decoding.target import Prompt, Target
 from deft_policies.decoding.tree import Branches as Branches
 from deft_policies.decoding.tree import Chain as Chain
 from deft_policies.decoding.tree import Guesses as Guesses
 from deft_policies.errors import PolicyError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from deft_policies.decoding.sequence import Sequence
+    from deft_policies.decoding.target import Prompt, Target
+
 
 class DraftSource(ABC):
-    """One source of guesses, for all answers that name it. `kind` is its name.
+    """Drafts for every sequence whose plan names it. `kind` is its name.
 
-    What it remembers of an answer belongs into `sequence.notes[kind]`.
+    What it remembers of a sequence belongs into `sequence.notes[kind]`.
     """
 
     kind: str
@@ -69,7 +74,7 @@ class ModelSource(DraftSource):
         return self.draft_all([sequence])[0]
 
 
-class PluginSource(DraftSource):
+class PluginSource(ModelSource):
     """A source of an installed package, kept from doing harm: errors name its plugin."""
 
     def __init__(self, found: EntryPoint, target: Target) -> None:
@@ -81,27 +86,55 @@ class PluginSource(DraftSource):
             if getattr(made, "kind", None) != found.name:
                 raise PolicyError(f"must make a source whose kind is {found.name!r}, got {made!r}")
             self._source = made
+            self._model = made if isinstance(made, ModelSource) else None
             self.kind, self.early = made.kind, made.early
+            self.reads_prompts = self._model is not None and self._model.reads_prompts
 
     def begin(self, sequence: Sequence) -> None:
         """As the plugin does."""
         with naming(self._found):
             self._source.begin(sequence)
 
-    def draft(self, sequence: Sequence, depth: int) -> Guesses:
+    def observe_prompt(self, sequence: Sequence, prompt: Prompt, hidden: Tensor) -> None:
+        """As the plugin does, where it is a model."""
+        with naming(self._found):
+            if self._model is not None:
+                self._model.observe_prompt(sequence, prompt, hidden)
+
+    def observe(self, sequence: Sequence, hidden: Tensor, logits: Tensor) -> None:
+        """As the plugin does, where it is a model."""
+        with naming(self._found):
+            if self._model is not None:
+                self._model.observe(sequence, hidden, logits)
+
+    def release(self, sequence: Sequence) -> None:
+        """As the plugin does, where it is a model."""
+        with naming(self._found):
+            if self._model is not None:
+                self._model.release(sequence)
+
+    def draft_all(self, sequences: Items[Sequence]) -> list[Guesses]:
         """As the plugin does, if its answer can be read."""
         with naming(self._found):
-            guesses = self._source.draft(sequence, depth)
-            if isinstance(guesses, Branches):
-                self._check_branches(guesses)
-                return guesses
-            if not isinstance(guesses, list) or not all(isinstance(one, list) for one in guesses):
+            found = self._source.draft_all(sequences)
+            if not isinstance(found, list) or len(found) != len(sequences):
                 raise PolicyError(
-                    f"draft must return a list of chains, each a list of tokens, got {guesses!r}"
+                    f"draft_all must return the guesses of {len(sequences)} answers, got {found!r}"
                 )
-            for chain in guesses:
-                self._check_tokens(chain)
-            return guesses
+            for guesses in found:
+                self._check(guesses)
+            return found
+
+    def _check(self, guesses: Guesses) -> None:
+        if isinstance(guesses, Branches):
+            self._check_branches(guesses)
+            return
+        if not isinstance(guesses, list) or not all(isinstance(one, list) for one in guesses):
+            raise PolicyError(
+                f"draft must return a list of chains, each a list of tokens, got {guesses!r}"
+            )
+        for chain in guesses:
+            self._check_tokens(chain)
 
     def _check_tokens(self, tokens: Chain) -> None:
         for token in tokens:
@@ -119,3 +152,24 @@ class PluginSource(DraftSource):
         for node, parent in enumerate(guesses.parents, start=1):
             if type(parent) is not int or not 0 <= parent < node:
                 raise PolicyError(f"guess {node} hangs on {parent!r}, which is no node before it")
+
+
+def look_up(past: Items[Items[int]], tokens: Items[int], longest: int) -> Chain | None:
+    """What followed the last tokens in an earlier action of the same length; None if nowhere.
+
+    The longest match wins, then the newest.
+    """
+    count = len(tokens)
+    if not past or count >= len(past[-1]):
+        return None
+    stream = [token for step in past for token in step]
+    tail = [*stream, *tokens][-longest:][::-1]
+    best, found = 0, None
+    for step in reversed(range(len(past))):
+        end = step * len(past[-1]) + count
+        length = 0
+        while length < min(longest, end) and stream[end - 1 - length] == tail[length]:
+            length += 1
+        if length > best:
+            best, found = length, list(past[step][count:])
+    return found

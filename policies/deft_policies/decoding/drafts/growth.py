@@ -202,7 +202,7 @@ def drawing(
     equal. Only one round judges the drafts of a position, and of two nodes with different parents
     only one is judged, so what decides is never drawn twice.
     """
-    if not method.draws_drafts or method.temperature == 0.0:
+    if not method.rule.draws_drafts or method.temperature == 0.0:
         return None
 
     def draw(log_probs: Tensor, depth: int, ranks: Tensor) -> tuple[Tensor, Tensor]:

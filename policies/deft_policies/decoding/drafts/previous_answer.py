@@ -44,9 +44,12 @@ class Alignment:
     chains: list[tuple[int, list[int]]] = field(default_factory=list)
     fresh: list[int] = field(init=False)  # the old answer as the target would have it now
     _marks: dict[int, int] = field(init=False)  # sums of strides: the place behind them
+    _places: dict[int, list[int]] = field(init=False)  # of each token in the old answer
 
     def __post_init__(self) -> None:
-        self.fresh = list(self.old)
+        self.fresh, self._places = list(self.old), {}
+        for place, token in enumerate(self.old):
+            self._places.setdefault(token, []).append(place)
         known = self.strides or {}
         sums = accumulate((known.get(one, 0) for one in self.old), initial=0)
         # Of equal sums the first counts: what moves nothing on stands behind it.
@@ -101,9 +104,7 @@ class Alignment:
         that was wrong has to be taken back.
         """
         best, found = (0, 0), list[int]()
-        for end, token in enumerate(self.old):
-            if token != tokens[-1]:
-                continue
+        for end in self._places.get(tokens[-1], ()):
             most = min(_LONGEST_MATCH, end + 1, len(tokens))
             length = next((i for i in range(1, most) if self.old[end - i] != tokens[-1 - i]), most)
             if end < self.place and length < _BACK:
@@ -156,12 +157,15 @@ def share_beginnings(
         above, path = 0, list[int]()
         for token in chain:
             if (above, token) not in known:
-                if len(tokens) == most:
-                    break
-                tokens.append(token)
-                parents.append(above)
-                known[above, token] = len(tokens)
+                break
             above = known[above, token]
             path.append(above)
-        nodes.insert(0, path)
+        # Nothing hangs below a new node: the rest of the chain is new.
+        new = chain[len(path) : len(path) + max(most - len(tokens), 0)]
+        numbers = range(len(tokens) + 1, len(tokens) + 1 + len(new))
+        above_new = [above, *numbers][: len(new)]
+        known.update(zip(zip(above_new, new, strict=True), numbers, strict=True))
+        tokens += new
+        parents += above_new
+        nodes.insert(0, [*path, *numbers])
     return tokens, parents, nodes

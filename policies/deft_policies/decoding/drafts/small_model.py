@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from deft_policies.decoding import kinds
-from deft_policies.decoding.drafts import Guesses, ModelSource
+from deft_policies.decoding.drafts import Guesses, ModelSource, look_up
 from deft_policies.decoding.drafts.growth import Level, drawing, grow, read_grown
-from deft_policies.decoding.drafts.session import look_up
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import MOST_GROWN, TreeShape
 from deft_policies.decoding.sequence import Sequence

@@ -11,7 +11,6 @@ from deft_policies.decoding.accept import accept, judge
 from deft_policies.decoding.acceptance.numbers import (
     END,
     SPACE,
-    WithinNumbers,
     WrittenNumbers,
     drift_of_steps,
 )
@@ -21,6 +20,7 @@ from deft_policies.decoding.sequence import AnswerSpec, Found
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.tree import Branches, merge
 from deft_policies.memory import SessionMemory
+from deft_policies.methods.numbers import WithinNumbers
 from deft_policies.model.sizes import TokenRange
 from tests.tiny_target import path_to
 

@@ -8,21 +8,6 @@ from functools import partial
 import pytest
 import torch
 
-from deft_policies.decoding.acceptance.confidence import (
-    DeferredWindow,
-    EntropyRadius,
-    NearTop,
-    TopK,
-    VisualRelevance,
-)
-from deft_policies.decoding.acceptance.distance import (
-    ScheduledRadius,
-    WithinBins,
-    WithinBudget,
-    WithinDrift,
-    WithinIds,
-    WithinLimits,
-)
 from deft_policies.decoding.acceptance.rule import (
     AcceptanceRule,
     DimensionGroup,
@@ -33,6 +18,16 @@ from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.sequence import AnswerSpec
 from deft_policies.decoding.tree import merge
 from deft_policies.errors import RequestError
+from deft_policies.methods.deft import WithinDrift, WithinLimits
+from deft_policies.methods.entropy_radius import EntropyRadius
+from deft_policies.methods.fly import DeferredWindow
+from deft_policies.methods.heisd import WithinBudget
+from deft_policies.methods.kerv import ScheduledRadius
+from deft_policies.methods.lvspec import VisualRelevance
+from deft_policies.methods.near_top import NearTop
+from deft_policies.methods.spec_vla import WithinIds
+from deft_policies.methods.top_k import TopK
+from deft_policies.methods.within_bins import WithinBins
 from tests.policies.decoding.trees import ACTIONS, SPACE, Case, Step, random_case, steps_to
 from tests.tiny_target import LENGTH
 

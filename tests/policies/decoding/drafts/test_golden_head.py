@@ -10,7 +10,6 @@ import torch
 from deft_client.types import DecodeTrace
 from deft_policies.checkpoint.drafts import load_head
 from deft_policies.decoding import kinds
-from deft_policies.decoding.acceptance.distance import WithinBins, WithinIds
 from deft_policies.decoding.drafts.heads import EagleDrafts
 from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.methods import Method, find_method
@@ -21,6 +20,8 @@ from deft_policies.decoding.target import Prompt, ancestors_of
 from deft_policies.decoding.tree import DraftTree, merge
 from deft_policies.families.openvla import VlaTarget
 from deft_policies.memory import SessionMemory
+from deft_policies.methods.spec_vla import WithinIds
+from deft_policies.methods.within_bins import WithinBins
 from deft_policies.model.draft_heads import EagleHead
 from deft_policies.model.image import build_normalization_table, resize_like_processor
 from tests import golden

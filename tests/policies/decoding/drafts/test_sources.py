@@ -11,7 +11,6 @@ from deft_policies.decoding.drafts.heads import MedusaDrafts
 from deft_policies.decoding.drafts.session import (
     Extrapolation,
     JacobiDrafts,
-    NgramLookup,
     PreviousAction,
 )
 from deft_policies.decoding.plan import TreeShape
@@ -19,6 +18,7 @@ from deft_policies.decoding.sequence import LastPass
 from deft_policies.decoding.tree import DraftTree, merge
 from deft_policies.errors import CheckpointError
 from deft_policies.memory import SessionMemory
+from deft_policies.methods.pld import NgramLookup
 from deft_policies.model.draft_heads import MedusaHeads
 from deft_policies.model.sizes import TokenRange
 from tests.policies.decoding.scripts import answer_of

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from deft_policies.decoding.drafts import Branches, Guesses
-from deft_policies.decoding.drafts.session import TokenRecycling
 from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.memory import SessionMemory
+from deft_policies.methods.token_recycling import TokenRecycling
 from tests.policies.decoding.scripts import Decoding, Session, answer_of, tokens_of
 from tests.tiny_target import ACTIONS, fast_target, greedy, random_prompts, tiny_decoder
 

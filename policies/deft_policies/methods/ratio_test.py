@@ -1,19 +1,38 @@
-"""Leviathan's ratio test, for drafts that were drawn from known odds."""
+"""Ratio test (Leviathan et al. 2023): sampling that is exact in distribution.
 
-import torch
-from torch import Tensor
+With p the target's odds and q those by which a draft was drawn, a draft stands with probability
+min(1, p / q). One that falls leaves max(0, p - q) / Z, by which its next sibling is judged or the
+bonus is drawn. So tokens have exactly the target's distribution, in trees as in chains. Drafts are
+drawn at random, from the head or the small model, at the temperature of the answer.
 
-from deft_policies.decoding.sampling import (
-    ANSWER,
-    COIN,
-    MOST_TRIES,
-    exponential,
-    target_odds,
-    uniform,
-)
-from deft_policies.decoding.sequence import Sequence
-from deft_policies.decoding.tree import DraftTree
-from deft_policies.model.staging import to_device
+`lossless` samples exactly, too, and gives the very tokens of plain sampling with the same seed;
+the ratio test gives others, and accepts more drafts.
+
+Numbers: none: robots decode greedily.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from deft_policies.decoding.acceptance.rule import ChoosingRule
+from deft_policies.decoding.plan import TreeShape, plan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from deft_policies.decoding.sequence import Sequence
+    from deft_policies.decoding.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class RatioTest(ChoosingRule):
+    """d stands with probability min(1, p(d) / q(d)); see `ratio_test`."""
+
+    def choose(self, sequence: Sequence, tree: DraftTree, logits: Tensor) -> Tensor:
+        """The last node and the bonus."""
+        return ratio_test(sequence, tree, logits)
 
 
 def ratio_test(sequence: Sequence, tree: DraftTree, logits: Tensor) -> Tensor:
@@ -26,6 +45,18 @@ def ratio_test(sequence: Sequence, tree: DraftTree, logits: Tensor) -> Tensor:
 
     No step reads from the device: whatever happens there is a tensor of one number.
     """
+    import torch
+
+    from deft_policies.decoding.sampling import (
+        ANSWER,
+        COIN,
+        MOST_TRIES,
+        exponential,
+        target_odds,
+        uniform,
+    )
+    from deft_policies.model.staging import to_device
+
     q, temperature, device = tree.odds, sequence.method.temperature, logits.device
     assert q is not None
     p = target_odds(logits, temperature)
@@ -64,4 +95,9 @@ def _without_draft(odds: Tensor, q: Tensor) -> Tensor:
     residual = (odds - q).clamp(min=0)
     mass = residual.sum()
     # Rounding can leave nothing of a residual whose mass is next to nothing; the odds are as good.
-    return torch.where(mass > 0, residual / mass, odds)
+    return (residual / mass).where(mass > 0, odds)
+
+
+METHODS = {"ratio-test": "autoregressive:rule=ratio-test,plans=ratio-test,temperature=1"}
+RULES = {"ratio-test": RatioTest}
+PLANS = {"ratio-test": (plan("drawn-chain", "", "head", TreeShape.chain(5)),)}

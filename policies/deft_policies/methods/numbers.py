@@ -1,0 +1,80 @@
+"""Numbers: near numbers stand where an action is written as text.
+
+VLA-0 writes its actions as whole numbers. A digit means nothing without those beside it, so
+numbers are judged whole, in robot units. Behind a digit that differs the target is not asked
+again: every number counts that begins with its digits, and the farthest of them must be within the
+limit. Spaces, the end and the gripper are exact. A budget bounds the sum of deviations over the
+steps that were executed.
+
+The drafts are the session's last answer: moved by the rows that were executed, and as it was.
+
+Numbers: docs/vla0.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deft_policies.decoding.acceptance.numbers import SPACE, NumberPlace, WrittenNumbers, read
+from deft_policies.decoding.acceptance.rule import (
+    ActionSpace,
+    DimensionGroup,
+    JudgedTree,
+    TreeRule,
+)
+
+
+@dataclass(frozen=True)
+class WithinNumbers(TreeRule):
+    """A drafted number stands if the farthest number that the target could write is near (ours).
+
+    Behind a digit that differs the target is not asked again: every number counts that begins with
+    its digits and may stand in an answer, whatever its length. `move` and `turn` are limits in
+    robot units. Spaces, ends and the gripper are exact. `move_drift` and `turn_drift` bound the sum
+    of deviations over executed steps.
+    """
+
+    move: float = 0.07
+    turn: float = 0.0175
+    move_drift: float = 0.18
+    turn_drift: float = 0.0525
+
+    needs_space = False  # it measures numbers, not tokens
+    reads_numbers = True
+
+    def accepts(self, judged: JudgedTree) -> list[bool]:
+        """Near numbers all the way, none of them cut."""
+        tree, sequence = judged.tree, judged.sequence
+        space = sequence.action_space
+        written = WrittenNumbers(sequence.tokens, sequence.target_tokens, space, sequence.drift)
+        places: list[NumberPlace | None] = [None] * tree.root + [read(written)]
+        stands = [True] * (tree.root + 1)
+        for node in range(tree.root + 1, tree.num_nodes):
+            above, token = tree.parents[node], tree.tokens[node]
+            before, place = places[above], None
+            # A number ends where it may: behind one that is too far no space is of use.
+            if before is not None and (token < SPACE or stands[above]):
+                place = before.after(token, judged.expected[node], space.largest_number)
+            places.append(place)
+            following = judged.predictions[node]
+            stands.append(place is not None and self._stands(place, following, space))
+        return stands
+
+    def _stands(self, place: NumberPlace, following: int, space: ActionSpace) -> bool:
+        """Whether a text may end here, the target's own token following."""
+        if place.reach is None:
+            return True
+        group, unit = space.groups[place.dimension], space.unit_per_bin[place.dimension]
+        if following < SPACE or place.value > space.largest_number or group is DimensionGroup.GRIP:
+            return False
+        is_turn = group is DimensionGroup.TURN
+        limit = self.turn if is_turn else self.move
+        budget = self.turn_drift if is_turn else self.move_drift
+        drift = place.drift[place.dimension] + place.deviation
+        # A hair more, so that a limit of exactly k numbers admits k numbers.
+        is_near = abs(place.deviation) * unit <= limit * (1 + 1e-6)
+        return is_near and abs(drift) * unit <= budget * (1 + 1e-6)
+
+
+METHODS = {"numbers": "autoregressive:rule=within-numbers,plans=steady"}
+RULES = {"within-numbers": WithinNumbers}
