@@ -11,6 +11,7 @@ from importlib.metadata import EntryPoint
 
 from torch import Tensor
 
+from deft_policies.decoding.captured import Layout
 from deft_policies.decoding.plugins import load_source, naming
 from deft_policies.decoding.sequence import Sequence
 from deft_policies.decoding.target import Prompt, Target
@@ -56,6 +57,9 @@ class ModelSource(DraftSource):
 
         They are overwritten by the next pass: what is kept must be copied.
         """
+
+    def capture(self, layout: Layout) -> None:
+        """Capture what drafting runs, for passes of this layout."""
 
     def release(self, sequence: Sequence) -> None:
         """Forget an answer that has ended or was cancelled."""
