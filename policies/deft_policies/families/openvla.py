@@ -265,7 +265,8 @@ class OpenVLAFamily(Family):
             network,
             runner=runner or choose_runner(options, device, self.reserve),
         )
-        return target, ImageProcessor(config.image, options.image_chain or ImageChain.NONE)
+        chain = options.image_chain or ImageChain.NONE
+        return target, ImageProcessor(config.image, chain, resizes_on_device=device.type == "cuda")
 
 
 def _open_files(source: CheckpointSource, options: ModelOptions) -> Checkpoint:
