@@ -185,7 +185,9 @@ class QwenPolicy(TransformersPolicy):
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             mm_token_type_ids=(ids == qwen.config.image_token_id).long(),
-            pixel_values=torch.cat([to_patches(one) for one in pictures]).to(model.device),
+            pixel_values=to_patches(torch.from_numpy(np.stack(pictures)))
+            .flatten(0, 1)
+            .to(model.device),
             image_grid_thw=torch.tensor([[1, *model.run.grid]] * len(pictures)),
             max_new_tokens=form.max_tokens,
             do_sample=False,

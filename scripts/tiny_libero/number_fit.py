@@ -155,7 +155,7 @@ class NumberTrainer(CloneTrainer[NumberNet, NumberBatch]):
 
     def _look(self, frames: Tensor) -> Tensor:
         pictures = [make_pictures([frame], self._run)[0] for frame in frames.numpy()]
-        return torch.stack([to_patches(one) for one in pictures]).to(self.device)
+        return to_patches(torch.from_numpy(np.stack(pictures))).to(self.device)
 
     def _losses(self, pixels: Tensor, batch: NumberBatch, is_long: bool) -> dict[str, Tensor]:
         net, grid, steps = self.net, self._run.grid, batch.targets.shape[1]

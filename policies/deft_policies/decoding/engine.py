@@ -18,7 +18,14 @@ from deft_policies.decoding import kinds
 from deft_policies.decoding.accept import accept
 from deft_policies.decoding.captured import UNREAD, shapes_of
 from deft_policies.decoding.clock import Span, Stage, StageClock
-from deft_policies.decoding.drafts import DraftSource, Guesses, ModelSource, PluginSource, heads
+from deft_policies.decoding.drafts import (
+    DraftSource,
+    Guesses,
+    ModelSource,
+    PluginSource,
+    captured_head,
+    heads,
+)
 from deft_policies.decoding.drafts import session as of_session
 from deft_policies.decoding.drafts.numbers import PreviousNumbers
 from deft_policies.decoding.drafts.previous_answer import PreviousAnswer
@@ -492,11 +499,16 @@ class Engine:
         itemsize = self.target.decoder.embedding.weight.element_size()
         num_graphs = len(shapes_of(passes.reserve, passes.widest, passes.keeps_hidden))
         planned = passes.layout.bytes_of(sizes, itemsize, num_graphs)
+        if passes.keeps_hidden:
+            planned |= captured_head.bytes_of(passes.layout, sizes, itemsize)
         said = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in planned.items())
         _log.info(
             "capturing %d passes and prefills; memory beside the weights: %s", num_graphs, said
         )
         passes.capture()
+        head = self._source(kinds.HEAD) if passes.keeps_hidden else None
+        if isinstance(head, ModelSource):
+            head.capture(passes.layout)
         _log.info("captured in %.0f s", time.perf_counter() - started)
 
     def warm_up(self, prompt: Prompt, method: Method, spec: AnswerSpec) -> None:

@@ -32,7 +32,7 @@ def top_gap(logits: Tensor, best: Tensor) -> Tensor:
     return logits.gather(-1, index).squeeze(-1) - others.amax(dim=-1)
 
 
-def target_odds(logits: Tensor, temperature: float) -> Tensor:
+def target_odds(logits: Tensor, temperature: float | Tensor) -> Tensor:
     """softmax(logits / temperature)."""
     return torch.softmax(logits / temperature, dim=-1)
 

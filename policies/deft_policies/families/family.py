@@ -24,7 +24,7 @@ from deft_policies.model.graphs import Reserve, StepRunner, capture_on_cuda
 from deft_policies.model.random_weights import NAMED_SIZES, build_random_model, word_ids
 from deft_policies.model.sizes import OpenVLAConfig, VlaConfig
 from deft_policies.model.tensor_names import TensorPlace
-from deft_policies.model.vla import OpenVLAModel
+from deft_policies.model.vla import OpenVLAModel, VlaNetwork
 
 _log = logging.getLogger(__name__)
 LONGEST_INSTRUCTION = 128  # ids of a prompt that passes are captured for
@@ -148,13 +148,14 @@ def load_network(
     else:
         network = load_model(checkpoint, device, dtype, options.quantization)
         encode = checkpoint.encoder.encode
-    if device.type == "cuda" and options.fuses_kernels:
-        _fuse(network)
+    fuse_kernels(network, options, device)
     return network, encode
 
 
-def _fuse(network: OpenVLAModel) -> None:
-    """Fused kernels need Triton, which PyTorch for CUDA brings along."""
+def fuse_kernels(network: VlaNetwork, options: ModelOptions, device: torch.device) -> None:
+    """Have a GPU run fused kernels; they need Triton, which PyTorch for CUDA brings along."""
+    if device.type != "cuda" or not options.fuses_kernels:
+        return
     try:
         # Imported here: only GPUs need it, and it takes seconds.
         from deft_policies.model.kernels.launch import FusedKernels

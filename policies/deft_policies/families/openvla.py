@@ -11,9 +11,11 @@ from torch import Tensor
 
 from deft_client.image_chain import ImageChain
 from deft_client.types import Observation
+from deft_policies.checkpoint.drafts import is_medusa
 from deft_policies.checkpoint.open import Checkpoint, CheckpointSource, open_source
 from deft_policies.decoding.captured import Layout, shapes_of
 from deft_policies.decoding.clock import Stage, StageClock
+from deft_policies.decoding.drafts import captured_head
 from deft_policies.decoding.engine import WIDEST
 from deft_policies.decoding.plan import MOST_LEVELS
 from deft_policies.decoding.sequence import AnswerSpec
@@ -235,10 +237,13 @@ class OpenVLAFamily(Family):
         return Reserve(self.options.largest_batch, patches + prompts.start, patches + prompts.stop)
 
     def planned_bytes(self, dtype: torch.dtype) -> Mapping[str, int]:
-        """Of the decoder's passes; the towers' graphs are small beside them."""
+        """Of the decoder's passes and a head's; the towers' graphs are small beside them."""
         layout = Layout(self.reserve, self.widest, self.longest_answer + 1)
         num_graphs = len(shapes_of(self.reserve, self.widest, bool(self.options.draft_heads)))
-        return layout.bytes_of(self.config.llm, dtype.itemsize, num_graphs)
+        planned = layout.bytes_of(self.config.llm, dtype.itemsize, num_graphs)
+        if not all(map(is_medusa, self.options.draft_heads)):
+            planned |= captured_head.bytes_of(layout, self.config.llm, dtype.itemsize)
+        return planned
 
     def load(
         self, device: torch.device, dtype: torch.dtype, runner: StepRunner | None = None
@@ -260,7 +265,8 @@ class OpenVLAFamily(Family):
             network,
             runner=runner or choose_runner(options, device, self.reserve),
         )
-        return target, ImageProcessor(config.image, options.image_chain or ImageChain.NONE)
+        chain = options.image_chain or ImageChain.NONE
+        return target, ImageProcessor(config.image, chain, resizes_on_device=device.type == "cuda")
 
 
 def _open_files(source: CheckpointSource, options: ModelOptions) -> Checkpoint:

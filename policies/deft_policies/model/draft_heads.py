@@ -4,15 +4,28 @@ Shared by serving and by training, so that the two cannot disagree about them. T
 language-model head turns what comes out into tokens.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from deft_policies.model.kv_cache import CacheWindow
-from deft_policies.model.llama import Attention, GatedMLP, LlamaAttention, RMSNorm, RotaryTable
+from deft_policies.model.fused_attention import FusedAttention
+from deft_policies.model.kv_cache import CacheWindow, KVCache
+from deft_policies.model.llama import (
+    Attention,
+    GatedMLP,
+    LlamaAttention,
+    RMSNorm,
+    RotaryTable,
+    added_mask,
+    rotate_,
+)
+from deft_policies.model.passes import Projection
 from deft_policies.model.sizes import LlamaSizes
+
+if TYPE_CHECKING:
+    from deft_policies.model.kernels.launch import FusedKernels
 
 
 def head_sizes(
@@ -80,6 +93,89 @@ class EagleHead(nn.Module):
         mixed = attention.keep(mixed.flatten(0, 1)).view_as(attended) + attended
         out: Tensor = mixed + self.mlp(self.mlp_norm(mixed))
         return out
+
+
+class HeadPasses:
+    """Runs a head over a cache whose memory never moves, with fused kernels where there are any.
+
+    The arithmetic is that of `EagleHead.run`. Row r is slot r; weights must not be replaced.
+    """
+
+    def __init__(self, head: EagleHead, cache: KVCache, kernels: "FusedKernels | None") -> None:
+        self._sizes, self._rotary, self._norm = head.sizes, head.rotary, head.mlp_norm
+        self._cache, self._kernels = cache, kernels
+        self._fc, self._qkv = Projection(head.fc, kernels), Projection(head.attention.qkv, kernels)
+        self._out = Projection(head.attention.out, kernels)
+        self._gate_up = Projection(head.mlp.gate_up, kernels)
+        self._down = Projection(head.mlp.down, kernels)
+
+    def run(self, embeds: Tensor, hidden: Tensor, attention: FusedAttention | Attention) -> Tensor:
+        """The output [kept, width] of pairs [row * token, width]: of those that are kept."""
+        mixed = self._fc.apply(torch.cat((embeds, hidden), dim=1))
+        attended = attention.mix(0, self._qkv.apply(mixed))
+        mixed = attention.keep(mixed)
+        mixed = _added(mixed, self._out.add_to(mixed, attended))
+        gate_up = self._gate_up.apply(self._normed(mixed))
+        return _added(mixed, self._down.add_to(mixed, self._opened(gate_up)))
+
+    def read(self, embeds: Tensor, hidden: Tensor, slot: Tensor) -> None:
+        """Append pairs [token, width] to a slot, from position 0 on."""
+        fused = self._qkv.apply(self._fc.apply(torch.cat((embeds, hidden), dim=1)))
+        split = fused.view(1, len(fused), -1, self._sizes.head_dim)
+        places = torch.arange(len(fused), device=fused.device)[None]
+        keys_values = split[:, :, self._sizes.num_heads :]
+        rotate_(keys_values[:, :, : self._sizes.num_kv_heads], *self._rotation(places, fused))
+        index = (slot * self._cache.num_positions + places).flatten()
+        CacheWindow(targets=self._cache.flat.unbind(0), index=index).write(0, keys_values)
+
+    def attention(
+        self, like: Tensor, positions: Tensor, places: Tensor, seen: Tensor
+    ) -> FusedAttention | Attention:
+        """Of tokens at rotary `positions` that are written to `places`, both [row, token].
+
+        `seen` [row, 1, token, position] says what each of them sees.
+        """
+        num_rows, cache, sizes = len(places), self._cache, self._sizes
+        rotation = self._rotation(positions, like)
+        rows = torch.arange(num_rows, device=places.device)[:, None]
+        index = (rows * cache.num_positions + places).flatten()
+        slots = slice(0, num_rows)
+        if self._kernels is not None:
+            return FusedAttention.of(sizes, self._kernels, rotation, cache.data, slots, index, seen)
+        strips = cache.data[:, slots, : seen.shape[3]].transpose(2, 3)
+        window = CacheWindow(
+            targets=cache.flat.unbind(0),
+            keys=strips[:, :, : sizes.num_kv_heads].unbind(0),
+            values=strips[:, :, sizes.num_kv_heads :].unbind(0),
+            index=index,
+        )
+        cos, sin = rotation
+        return Attention(sizes, cos, sin, added_mask(seen, like.dtype), window=window)
+
+    def _rotation(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin; what is padding may lie beyond the last position."""
+        found: tuple[Tensor, Tensor] = self._rotary(
+            positions.clamp(max=self._sizes.max_positions - 1), like
+        )
+        return found
+
+    def _normed(self, mixed: Tensor) -> Tensor:
+        if self._kernels is not None:
+            return self._kernels.rms_norm(mixed, self._norm.weight, self._norm.eps)
+        normed: Tensor = self._norm(mixed)
+        return normed
+
+    def _opened(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up."""
+        if self._kernels is not None:
+            return self._kernels.silu_times(gate_up)
+        gate, up = gate_up.chunk(2, dim=1)
+        return functional.silu(gate).mul_(up)
+
+
+def _added(residual: Tensor, branch: Tensor | None) -> Tensor:
+    """With what a product has not added yet."""
+    return residual if branch is None else residual.add_(branch)
 
 
 class MedusaHeads(nn.Module):

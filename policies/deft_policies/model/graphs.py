@@ -94,7 +94,7 @@ class StepRunner:
         captured = self._captured.get(key)
         if captured is None:
             if self._is_sealed:
-                self._note(key)
+                self.note(key)
                 return step(*inputs)
             captured = self._captured[key] = self._capture_step(self._capture, step, inputs)
         _copy(captured.inputs, inputs)
@@ -127,7 +127,8 @@ class StepRunner:
             self._is_capturing = False
         return replace(captured, outside=tuple(outside.held.values()))
 
-    def _note(self, key: Hashable) -> None:
+    def note(self, key: Hashable) -> None:
+        """Say once that something was not captured."""
         if key not in self.uncaptured:
             self.uncaptured.add(key)
             _log.warning("not captured when the policy warmed up, so run step by step: %s", key)

@@ -8,12 +8,17 @@ the published files.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from deft_policies.model.cpu_products import PackableLinear
 from deft_policies.model.llama import RMSNorm
+
+if TYPE_CHECKING:
+    from deft_policies.model.kernels.launch import FusedKernels
 
 # Of every checkpoint: pixels of a patch's side, patches of a side that become one token, and copies
 # of a still picture in a patch.
@@ -42,7 +47,7 @@ class PictureLayout:
     order: Tensor  # merged places in the order of windows
     back: Tensor  # and back in the picture's order
     windows: tuple[int, ...]  # patches of each window
-    cos: Tensor  # [patch, 1, head_dim], in the order of windows
+    cos: Tensor  # [patch, 1, 1, head_dim], in the order of windows
     sin: Tensor
 
 
@@ -57,22 +62,36 @@ class QwenVision(nn.Module):
         self.blocks = nn.ModuleList(_Block(sizes) for _ in range(sizes.num_blocks))
         merged = sizes.width * MERGE**2
         out = nn.Sequential(
-            nn.Linear(merged, merged), nn.GELU(), nn.Linear(merged, sizes.out_width)
+            PackableLinear(merged, merged), nn.GELU(), PackableLinear(merged, sizes.out_width)
         )
         self.merger = nn.ModuleDict({"ln_q": RMSNorm(sizes.width, _NORM_EPS), "mlp": out})
         self._layout = lru_cache(maxsize=8)(self._make_layout)
+        self.kernels: FusedKernels | None = None  # for inference
+
+    def fuse(self, kernels: "FusedKernels") -> None:
+        """From now on run with these: a picture then has the same bits among others as alone."""
+        self.kernels = kernels
+        for module in self.modules():
+            if isinstance(module, PackableLinear):
+                module.kernels = kernels
 
     def forward(self, patches: Tensor, grid: tuple[int, int]) -> Tensor:
         """`grid` is rows and columns of patches; patches of a merged place lie together."""
         layout = self._layout(grid, patches.device)
         # Its windows do not overlap: one matrix product.
         project = self.patch_embed.get_parameter("proj.weight").flatten(1)
-        hidden = functional.linear(patches, project)
+        if self.kernels is not None and self.kernels.multiplies(project):
+            hidden = self.kernels.product(patches.flatten(0, 1), project)
+            hidden = hidden.view(*patches.shape[:2], -1)
+        else:
+            hidden = functional.linear(patches, project)
         hidden = self._by_places(hidden)[:, layout.order].flatten(1, 2)
         for number, block in enumerate(self.blocks):
             is_full = number in self.sizes.full_blocks
-            hidden = block(hidden, layout, (hidden.shape[1],) if is_full else layout.windows)
-        merged = self._by_places(self.merger["ln_q"](hidden)).flatten(2)
+            windows = (hidden.shape[1],) if is_full else layout.windows
+            hidden = block(hidden, layout, windows, self.kernels)
+        normed = _normed(self.merger["ln_q"], hidden, self.kernels)
+        merged = self._by_places(normed).flatten(2)
         tokens: Tensor = self.merger["mlp"](merged)
         return tokens[:, layout.back]
 
@@ -90,7 +109,7 @@ class QwenVision(nn.Module):
             for left in range(0, columns, side)
         ]
         order = torch.cat(tiles)
-        angles = self._angles(rows, columns)[order].flatten(0, 1)[:, None]
+        angles = self._angles(rows, columns)[order].flatten(0, 1)[:, None, None]
         return PictureLayout(
             order=order.to(device),
             back=order.argsort().to(device),
@@ -119,38 +138,58 @@ class _Block(nn.Module):
         width, wide = sizes.width, sizes.mlp_width
         self.norm1, self.norm2 = RMSNorm(width, _NORM_EPS), RMSNorm(width, _NORM_EPS)
         self.attn = nn.ModuleDict(
-            {"qkv": nn.Linear(width, 3 * width), "proj": nn.Linear(width, width)}
+            {"qkv": PackableLinear(width, 3 * width), "proj": PackableLinear(width, width)}
         )
         self.mlp = nn.ModuleDict(
             {
-                "gate_proj": nn.Linear(width, wide),
-                "up_proj": nn.Linear(width, wide),
-                "down_proj": nn.Linear(wide, width),
+                "gate_proj": PackableLinear(width, wide),
+                "up_proj": PackableLinear(width, wide),
+                "down_proj": PackableLinear(wide, width),
             }
         )
 
-    def forward(self, hidden: Tensor, layout: PictureLayout, windows: Sequence[int]) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        layout: PictureLayout,
+        windows: Sequence[int],
+        kernels: "FusedKernels | None" = None,
+    ) -> Tensor:
         """[picture, patch, width], patches seeing those of their window."""
-        attended = self._attend(self.norm1(hidden), layout, windows)
+        attended = self._attend(_normed(self.norm1, hidden, kernels), layout, windows)
         hidden = hidden + self.attn["proj"](attended)
-        normed = self.norm2(hidden)
+        normed = _normed(self.norm2, hidden, kernels)
         gated = functional.silu(self.mlp["gate_proj"](normed)) * self.mlp["up_proj"](normed)
         found: Tensor = hidden + self.mlp["down_proj"](gated)
         return found
 
     def _attend(self, normed: Tensor, layout: PictureLayout, windows: Sequence[int]) -> Tensor:
         split = self.attn["qkv"](normed).unflatten(2, (3, self.num_heads, -1))
-        queries, keys, values = split.unbind(2)  # [picture, patch, head, head_dim]
-        heads = [_rotated(queries, layout), _rotated(keys, layout), values]
-        parts = [torch.split(one.transpose(1, 2), list(windows), dim=2) for one in heads]
-        mixed = [
-            functional.scaled_dot_product_attention(*window) for window in zip(*parts, strict=True)
+        queries, keys = _rotated(split[:, :, :2], layout).unbind(2)  # [picture, patch, head, ...]
+        heads = [queries, keys, split[:, :, 2]]
+        if len(set(windows)) == 1:  # all at once
+            parts = [one.reshape(-1, windows[0], *one.shape[2:]).transpose(1, 2) for one in heads]
+            mixed = functional.scaled_dot_product_attention(*parts)
+            return mixed.transpose(1, 2).reshape(normed.shape)
+        by_window = [torch.split(one.transpose(1, 2), list(windows), dim=2) for one in heads]
+        several = [
+            functional.scaled_dot_product_attention(*window)
+            for window in zip(*by_window, strict=True)
         ]
-        return torch.cat(mixed, dim=2).transpose(1, 2).flatten(2)
+        return torch.cat(several, dim=2).transpose(1, 2).flatten(2)
+
+
+def _normed(norm: nn.Module, hidden: Tensor, kernels: "FusedKernels | None") -> Tensor:
+    """`RMSNorm` of [picture, patch, width]."""
+    if kernels is None:
+        found: Tensor = norm(hidden)
+        return found
+    assert isinstance(norm, RMSNorm)
+    return kernels.rms_norm(hidden.flatten(0, 1), norm.weight, norm.eps).view(hidden.shape)
 
 
 def _rotated(heads: Tensor, layout: PictureLayout) -> Tensor:
-    """Rotated by the place of each patch, in float32."""
+    """[picture, patch, kind, head, head_dim] rotated by the place of each patch, in float32."""
     wide = heads.float()
     first, second = wide.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)

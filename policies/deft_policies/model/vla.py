@@ -35,6 +35,10 @@ class VlaNetwork(nn.Module):
         self.quantization = Quantization.NONE  # of the decoder's matrices
         self.unquantized: list[str] = []  # names of those whose sizes the format cannot group
 
+    def fuse(self, kernels: "FusedKernels") -> None:
+        """From now on run inference with these. Before anything is built on the decoder."""
+        self.decoder.kernels = kernels
+
     def quantize_layer(self, index: int, quantization: Quantization, device: torch.device) -> None:
         """Store the matrices of one decoder layer in fewer bits, once its weights are there."""
         left = quantize_linears(self.decoder.layers[index], quantization, device)
@@ -120,8 +124,8 @@ class OpenVLAModel(VlaNetwork):
         return hidden
 
     def fuse(self, kernels: "FusedKernels") -> None:
-        """From now on run inference with these. Before anything is built on the decoder."""
-        self.decoder.kernels = kernels
+        """Those of towers and projector, too."""
+        super().fuse(kernels)
         for tower in self.towers:
             assert isinstance(tower, VisionTransformer)
             tower.kernels = kernels

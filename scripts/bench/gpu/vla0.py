@@ -1,13 +1,15 @@
-"""VLA-0's shapes: Qwen2.5-VL-3B with random weights, as it is served and with fused kernels."""
+"""VLA-0's shapes: Qwen2.5-VL-3B with random weights, as it is served and without fused kernels."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from deft_policies.decoding.captured import Shape
 from deft_policies.decoding.target import Target
 from deft_policies.families.vla0.network import Vla0Config, Vla0Network
-from deft_policies.model.graphs import Reserve
+from deft_policies.model.graphs import Reserve, Tensors
 from deft_policies.model.qwen_vision import FRAMES, PATCH, QwenVisionSizes
 from deft_policies.model.random_weights import STATISTICS_KEY, unit_statistics
 from deft_policies.model.sizes import LlamaSizes, TokenRange
@@ -44,7 +46,7 @@ def _config(
 
 @torch.inference_mode()
 def vla0(setting: Setting) -> Iterator[Row]:
-    """A prefill and passes by width, captured, and the tower, which is not."""
+    """A prefill, passes by width and the tower, all captured."""
     config = qwen(setting.size.name)
     with torch.device("meta"):
         network = Vla0Network(config).to(setting.dtype)
@@ -57,8 +59,9 @@ def vla0(setting: Setting) -> Iterator[Row]:
     network.requires_grad_(False).eval()
     fused = setting.network.decoder.kernels
     for kernels in (None, fused) if fused is not None else (None,):
-        network.decoder.kernels = kernels
-        way = "as it is served" if kernels is None else "with fused kernels"
+        if kernels is not None:
+            network.fuse(kernels)
+        way = "without fused kernels" if kernels is None else "as it is served"
         length = setting.size.prompt
         runner = MeasuredRunner(setting, Reserve(1, length, length))
         target = Target(network.decoder, TokenRange(0, _NUM_TOKENS - 1), runner=runner)
@@ -67,19 +70,16 @@ def vla0(setting: Setting) -> Iterator[Row]:
             run(shape)
             yield _row(setting, name_of(shape), way, runner)
         yield {"what": "products", "way": way, "bits": target.describe_equality()}
-    side = 16  # patches of a picture's side
-    patches = setting.random(_PICTURES, side**2, 3 * FRAMES * PATCH**2)
+        side = 16  # patches of a picture's side
+        patches = setting.random(_PICTURES, side**2, 3 * FRAMES * PATCH**2)
+        runner.run("tower", partial(_see, network, (side, side)), (patches,))
+        counts = profile(setting, "tower of vla0", runner.captures[-1].step.replay).counts
+        row = _row(setting, f"tower, {_PICTURES} pictures", way, runner)
+        yield {**row, "launches": counts.total()}
 
-    def see() -> None:
-        network.vision(patches, (side, side))
 
-    counts = profile(setting, "tower of vla0", see).counts
-    yield {
-        "what": f"tower, {_PICTURES} pictures",
-        "way": "as it is served",
-        "ms": setting.median_ms(see),
-        "launches": counts.total(),
-    }
+def _see(network: Vla0Network, grid: tuple[int, int], patches: Tensor) -> Tensors:
+    return (network.vision(patches, grid),)
 
 
 def _row(setting: Setting, what: str, way: str, runner: MeasuredRunner) -> Row:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from deft_policies.decoding.captured import shapes_of
+from deft_policies.decoding.drafts.captured_head import steps_of
 from deft_policies.decoding.engine import Engine
 from deft_policies.decoding.methods import Method, find_method
 from deft_policies.decoding.sequence import Sequence as Answer
@@ -152,9 +153,11 @@ def test_plain_decoding_runs_ahead_of_the_host(captured: Captured) -> None:
 
 
 def test_what_is_captured_depends_on_the_reserve_alone(captured: Captured) -> None:
-    shapes = shapes_of(captured.runner.reserve, captured.engine.captured.widest, True)
-    assert captured.num_captured == len(shapes)
+    reserve = captured.runner.reserve
+    shapes = shapes_of(reserve, captured.engine.captured.widest, True)
     assert len(set(shapes)) == len(shapes)
+    of_head = len(steps_of(reserve.batches)) + 1  # and that of prompts
+    assert captured.num_captured == len(shapes) + of_head
 
 
 @pytest.mark.parametrize("widest", [1, 8, 16])

@@ -12,6 +12,7 @@ from collections.abc import Sequence as Items
 from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING
 
+from deft_policies.decoding.captured import Layout
 from deft_policies.decoding.plugins import load_source, naming
 from deft_policies.decoding.tree import Branches as Branches
 from deft_policies.decoding.tree import Chain as Chain
@@ -61,6 +62,9 @@ class ModelSource(DraftSource):
 
         They are overwritten by the next pass: what is kept must be copied.
         """
+
+    def capture(self, layout: Layout) -> None:
+        """Capture what drafting runs, for passes of this layout."""
 
     def release(self, sequence: Sequence) -> None:
         """Forget an answer that has ended or was cancelled."""

@@ -36,13 +36,27 @@ Draw = Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor]]
 Grown = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 
 
+@dataclass(frozen=True)
+class Limits:
+    """How much of a beam tree's shape counts in each row; the rest is padding."""
+
+    top_k: Tensor  # [row]
+    num_guesses: Tensor  # [row]
+
+
 def beam_tree(
-    shape: TreeShape, log_probs: Tensor, extend: Extend, deepest: Tensor, first_token: int
+    shape: TreeShape,
+    log_probs: Tensor,
+    extend: Extend,
+    deepest: Tensor,
+    first_token: int,
+    limits: Limits | None = None,
 ) -> Grown:
     """EAGLE-2: the likeliest nodes of a level stay open, the likeliest of all are kept.
 
     `log_probs` [row, token] are of the children of the roots; column i is token
-    `first_token + i`. Levels below `deepest` [row] are padding in that row.
+    `first_token + i`. Levels below `deepest` [row] are padding in that row. With `limits` a row's
+    tree is that of a smaller shape.
     """
 
     def cut(totals: Tensor, depth: int) -> Tensor:
@@ -50,38 +64,54 @@ def beam_tree(
 
     num_rows, top_k = len(log_probs), shape.top_k
     itself = torch.eye(top_k, dtype=torch.bool, device=log_probs.device).expand(num_rows, -1, -1)
+    ranks = torch.arange(top_k, device=log_probs.device)
+    is_beyond = None if limits is None else ranks >= limits.top_k[:, None]  # [row, rank]
+
+    def narrowed(values: Tensor) -> Tensor:
+        """Values [row, ..., rank] without the ranks that a row's shape does not have."""
+        if is_beyond is None:
+            return values
+        beyond = is_beyond if values.dim() == 2 else is_beyond[:, None]
+        return values.masked_fill(beyond, -torch.inf)
+
     best = log_probs.topk(top_k, dim=1)
-    tokens, scores = best.indices + first_token, best.values
+    tokens, scores = best.indices + first_token, narrowed(best.values)
     # Of every level [row, candidate]: token, score, and parent among all candidates above.
     levels = [(tokens, cut(scores, 1), torch.full_like(tokens, -1))]
-    indices = torch.arange(top_k, device=tokens.device).expand_as(tokens)  # among all candidates
+    indices = ranks.expand_as(tokens)  # among all candidates
     level = Level(1, tokens, torch.zeros_like(tokens), itself)
     num_candidates = top_k
     for depth in range(2, shape.levels + 1):
         children = extend(level).topk(top_k, dim=2)
         tokens = (children.indices + first_token).flatten(1)
-        totals = (scores[:, :, None] + children.values).flatten(1)
-        levels.append((tokens, cut(totals, depth), indices.repeat_interleave(top_k, dim=1)))
+        totals = (scores[:, :, None] + narrowed(children.values)).flatten(1)
+        parents = indices[:, :, None].expand(-1, -1, top_k).flatten(1)
+        levels.append((tokens, cut(totals, depth), parents))
         kept = totals.topk(top_k, dim=1)
-        scores, indices = kept.values, num_candidates + kept.indices
+        scores, indices = narrowed(kept.values), num_candidates + kept.indices
         above = kept.indices // top_k
         so_far = level.ancestors.shape[2]
         inherited = level.ancestors.gather(1, above[:, :, None].expand(-1, -1, so_far))
         ancestors = torch.cat((inherited, itself), dim=2)
         level = Level(depth, tokens.gather(1, kept.indices), above, ancestors)
         num_candidates += top_k**2
+    num_kept = min(shape.num_guesses, num_candidates)
+    if limits is not None:  # one more, which is nobody's, in place of guesses beyond a limit
+        nobody = torch.full_like(tokens[:, :1], -1)
+        levels.append((nobody, torch.full_like(scores[:, :1], -torch.inf), nobody))
     # Of all candidates the likeliest stay, in the order in which they were made.
     tokens, scores, parents = (torch.cat(column, dim=1) for column in zip(*levels, strict=True))
-    num_kept = min(shape.num_guesses, scores.shape[1])
     # Stable, so that of equal scores the earlier wins: no child is ever kept without its parent.
     order = scores.sort(dim=1, descending=True, stable=True).indices[:, :num_kept]
+    places = torch.arange(1, num_kept + 1, device=order.device).expand_as(order)
+    if limits is not None:
+        order = order.masked_fill(places > limits.num_guesses[:, None], num_candidates)
     chosen = order.sort(dim=1).values
-    places = torch.arange(1, num_kept + 1, device=chosen.device).expand_as(chosen)
     renumbered = torch.zeros_like(parents).scatter(1, chosen, places)
     above = parents.gather(1, chosen)
     log_probs = scores.gather(1, chosen)
     is_real = log_probs > -torch.inf
-    parents = torch.where(above < 0, 0, renumbered.gather(1, above.clamp(min=0)))
+    parents = renumbered.gather(1, above.clamp(min=0)).masked_fill(above < 0, 0)
     return tokens.gather(1, chosen), parents, is_real, log_probs.masked_fill(~is_real, 0.0), None
 
 
@@ -173,13 +203,21 @@ def grow(
 
 def read_grown(grown: Grown, num_rows: int) -> list[Branches]:
     """The guesses of each row on the host, in one read; what is not real is left out."""
-    *columns, odds = grown
-    lists = torch.stack([one[:num_rows].double() for one in columns], dim=1).tolist()
+    return read_packed(pack_grown(grown)[:num_rows], grown[4])
+
+
+def pack_grown(grown: Grown) -> Tensor:
+    """What is read of grown trees, float64 [row, column, guess]; token ids are exact in it."""
+    return torch.stack([one.double() for one in grown[:4]], dim=1)
+
+
+def read_packed(packed: Tensor, odds: Tensor | None) -> list[Branches]:
+    """The guesses of each row on the host, in one read of [row, column, guess]."""
     found = []
-    for row, (tokens, parents, is_real, log_probs) in enumerate(lists):
+    for row, (tokens, parents, is_real, log_probs) in enumerate(packed.tolist()):
         real = [node for node, is_one in enumerate(is_real) if is_one]
         number = {0: 0} | {node + 1: index for index, node in enumerate(real, start=1)}
-        kept_odds = None if odds is None else odds[row, real]
+        kept_odds = None if odds is None else _picked(odds[row], real)
         found.append(
             Branches(
                 [int(tokens[node]) for node in real],
@@ -189,6 +227,11 @@ def read_grown(grown: Grown, num_rows: int) -> list[Branches]:
             )
         )
     return found
+
+
+def _picked(odds: Tensor, nodes: list[int]) -> Tensor:
+    """Rows of [guess, token]; of a tree's first guesses without a copy of their numbers."""
+    return odds[: len(nodes)] if nodes == list(range(len(nodes))) else odds[nodes]
 
 
 def drawing(
@@ -202,11 +245,23 @@ def drawing(
     equal. Only one round judges the drafts of a position, and of two nodes with different parents
     only one is judged, so what decides is never drawn twice.
     """
-    if not method.rule.draws_drafts or method.temperature == 0.0:
+    if not draws(method):
         return None
+    return drawing_at(method.temperature, keys, counts, first_token, num_tokens)
+
+
+def draws(method: Method) -> bool:
+    """Whether drafts are drawn by their odds."""
+    return method.rule.draws_drafts and method.temperature > 0.0
+
+
+def drawing_at(
+    temperature: float | Tensor, keys: Tensor, counts: Tensor, first_token: int, num_tokens: int
+) -> Draw:
+    """The same at a temperature, which may be one of each row, [row, 1, 1]."""
 
     def draw(log_probs: Tensor, depth: int, ranks: Tensor) -> tuple[Tensor, Tensor]:
-        odds = target_odds(log_probs, method.temperature)
+        odds = target_odds(log_probs, temperature)
         places = (counts + depth - 1)[:, None] * MOST_BRANCHES + ranks
         noise = exponential(keys, DRAFT, places, odds.shape[2])
         around = (first_token, num_tokens - first_token - odds.shape[2])

@@ -5,17 +5,25 @@ position ahead.
 """
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from deft_policies.decoding import kinds
+from deft_policies.decoding.captured import Layout
 from deft_policies.decoding.drafts import Guesses, ModelSource
+from deft_policies.decoding.drafts.captured_head import (
+    MOST_OPEN,
+    CapturedHead,
+    HeadRow,
+    Way,
+    way_of,
+)
 from deft_policies.decoding.drafts.growth import Level, drawing, grow, read_grown
 from deft_policies.decoding.methods import Method
-from deft_policies.decoding.plan import MOST_BRANCHES, MOST_LEVELS, KeyMask, RopeOffset, TreeShape
+from deft_policies.decoding.plan import KeyMask, RopeOffset, TreeShape
 from deft_policies.decoding.sequence import Sequence
 from deft_policies.decoding.target import Prompt, Target
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads
@@ -23,8 +31,6 @@ from deft_policies.model.kv_cache import KVCache
 from deft_policies.model.llama import take_rows
 from deft_policies.model.sizes import TokenRange
 from deft_policies.model.staging import to_device
-
-_MOST_OPEN = MOST_LEVELS * MOST_BRANCHES  # nodes that get children in any tree
 
 
 @dataclass
@@ -34,6 +40,7 @@ class _Pairs:
     num_prompt: int  # positions of the prompt
     num_cached: int  # pairs whose keys and values are in the head's cache
     hidden: list[Tensor]  # of the target, one for each token behind those pairs: [step, width]
+    nodes: list[int] = field(default_factory=list)  # the same behind those, where it is captured
     has_grown: bool = False  # whether it has drafted for this answer before
 
 
@@ -59,20 +66,31 @@ class EagleDrafts(ModelSource):
         self._target = target
         self._rope_offset, self._key_mask = rope_offset, key_mask
         self._cache = KVCache(head.sizes, head.fc.weight)
+        self._captured: CapturedHead | None = None
+
+    def capture(self, layout: Layout) -> None:
+        """Draft in captured steps from now on."""
+        if self._captured is None:
+            sees_tree = self._key_mask is KeyMask.CAUSAL
+            self._captured = CapturedHead(self.head, self._target, self._cache, layout, sees_tree)
+        self._captured.capture()
 
     @property
     def _room(self) -> int:
         """Positions for committed tokens; those of a tree lie behind."""
-        return self._cache.num_positions - _MOST_OPEN
+        return self._cache.num_positions - MOST_OPEN
 
     def observe_prompt(self, sequence: Sequence, prompt: Prompt, hidden: Tensor) -> None:
         """Take in the pairs of all positions but the last."""
         num_pairs = prompt.length - 1
-        reach = prompt.length + sequence.limit + 1 + _MOST_OPEN
+        reach = prompt.length + sequence.limit + 1 + MOST_OPEN
         self._cache.reserve(sequence.slot + 1, reach)
         num_patches = prompt.patches.stop - (prompt.patches.start or 0)
         pairs = _Pairs(prompt.length, num_pairs, [])
         sequence.notes[self.kind] = pairs, num_patches
+        if self._captured is not None:
+            self._captured.read_prompt(sequence.slot, prompt.embeds[1:], hidden[:-1])
+            return
         embeds, before = prompt.embeds[None, 1:], hidden[None, :-1]
         positions = torch.arange(num_pairs, device=embeds.device)[None]
         here = slice(sequence.slot, sequence.slot + 1)
@@ -83,18 +101,56 @@ class EagleDrafts(ModelSource):
         """Keep the hidden states along the accepted path."""
         assert sequence.last is not None
         pairs, _ = sequence.notes[self.kind]
-        path = to_device(sequence.last.path, hidden.device, torch.int64)
-        pairs.hidden.append(hidden[path])
+        path = sequence.last.path
+        if self._captured is None:
+            pairs.hidden.append(hidden[to_device(path, hidden.device, torch.int64)])
+            return
+        if pairs.nodes:  # of a pass behind which nothing was drafted
+            pairs.hidden.append(self._captured.kept(sequence.slot, pairs.nodes))
+        self._captured.keep(sequence.slot, hidden)
+        pairs.nodes = path
 
     def draft_all(self, sequences: Items[Sequence]) -> list[Guesses]:
-        """Draft behind the roots; together where trees and methods are alike."""
+        """Draft behind the roots; together where trees and methods are alike.
+
+        What is captured is drafted for at once, whatever the trees.
+        """
         alike: dict[object, list[Sequence]] = {}
         for one in sequences:
-            alike.setdefault((one.shape, one.method.drafting), []).append(one)
+            way = self._way_of(one)
+            alike.setdefault(way or (one.shape, one.method.drafting), []).append(one)
         found: dict[int, Guesses] = {}
-        for some in alike.values():
-            found |= zip(map(id, some), self._draft(some), strict=True)
+        for key, some in alike.items():
+            drafted = self._replay(some, key) if isinstance(key, Way) else self._draft(some)
+            found |= zip(map(id, some), drafted, strict=True)
         return [found[id(one)] for one in sequences]
+
+    def _way_of(self, sequence: Sequence) -> Way | None:
+        """How a captured step drafts for an answer; None where none can."""
+        if self._captured is None:
+            return None
+        pairs, _ = sequence.notes[self.kind]
+        way = way_of(sequence, _depth_of(sequence))
+        if way is None or pairs.hidden or not self._captured.takes(pairs.nodes):
+            self._target.runner.note(("head", sequence.shape, sequence.method.drafting))
+            return None
+        return way
+
+    def _replay(self, sequences: Items[Sequence], way: Way) -> list[Guesses]:
+        """Draft in a captured step."""
+        assert self._captured is not None
+        if max(map(_depth_of, sequences)) <= 0:
+            return [[] for _ in sequences]
+        rows = []
+        for one in sequences:
+            pairs, num_patches = one.notes[self.kind]
+            start, nodes, pairs.nodes = pairs.num_cached, pairs.nodes, []
+            pairs.num_cached += len(nodes)
+            seen = self._last_seen(pairs, pairs.num_cached - 1)
+            position = self._position(pairs, num_patches)
+            rows.append(HeadRow(one, start, nodes, seen, position, _depth_of(one)))
+            pairs.has_grown = True
+        return list(self._captured.grow(rows, way))
 
     def drafted(self, method: Method) -> TokenRange:
         """The tokens that a method has drafted."""
@@ -103,10 +159,7 @@ class EagleDrafts(ModelSource):
 
     def _draft(self, sequences: Items[Sequence]) -> list[Guesses]:
         device, shape, method = self._target.device, sequences[0].shape, sequences[0].method
-        if shape.is_full_depth:
-            depths = [shape.levels for _ in sequences]
-        else:
-            depths = [one.num_missing for one in sequences]
+        depths = [_depth_of(one) for one in sequences]
         if max(depths) <= 0:
             return [[] for _ in sequences]
         slots = to_device([one.slot for one in sequences], device, torch.int64)
@@ -151,6 +204,10 @@ class EagleDrafts(ModelSource):
         A pass adds a pair for every node of its path, the bonus being the last "token after".
         """
         notes: list[_Pairs] = [one.notes[self.kind][0] for one in sequences]
+        for pairs, one in zip(notes, sequences, strict=True):
+            if self._captured is not None and pairs.nodes:
+                pairs.hidden.append(self._captured.kept(one.slot, pairs.nodes))
+                pairs.nodes = []
         every = [torch.cat(pairs.hidden) for pairs in notes]
         hidden = pad_sequence(every, batch_first=True)
         sizes, num_steps = [len(one) for one in every], hidden.shape[1]
@@ -207,6 +264,12 @@ class EagleDrafts(ModelSource):
 
     def _log_probs(self, hidden: Tensor, drafted: TokenRange) -> Tensor:
         return self._target.logits(hidden, drafted).log_softmax(dim=-1)
+
+
+def _depth_of(sequence: Sequence) -> int:
+    """Levels of a tree that are of use, or that it has in every round."""
+    shape = sequence.shape
+    return shape.levels if shape.is_full_depth else sequence.num_missing
 
 
 class MedusaDrafts(ModelSource):

@@ -91,7 +91,11 @@ class OftFamily(Family):
         network, encode = load_network(self._checkpoint, options, device, dtype)
         if self._checkpoint is None:
             parts = _drawn(parts, config.llm.width, options.seed, device)
-        images = ImageProcessor(network.config.image, options.image_chain or ImageChain.OFT)
+        images = ImageProcessor(
+            network.config.image,
+            options.image_chain or ImageChain.OFT,
+            resizes_on_device=device.type == "cuda",
+        )
         model = Oft(network, parts, encode, images, config.statistics, self._states)
         reserve = model.reserve(LONGEST_INSTRUCTION, options.largest_batch)
         model.runner = runner or choose_runner(options, device, reserve)

@@ -1,6 +1,6 @@
 """Opens and loads VLA-0's runs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +16,11 @@ from deft_policies.checkpoint.open import (
     fill_network,
 )
 from deft_policies.checkpoint.tensor_file import find_tensors
+from deft_policies.decoding.captured import Layout, shapes_of
 from deft_policies.errors import CheckpointError
-from deft_policies.families.family import Family, choose_runner
+from deft_policies.families.family import Family, choose_runner, fuse_kernels
 from deft_policies.families.options import ModelOptions
-from deft_policies.families.vla0.model import Vla0
+from deft_policies.families.vla0.model import WIDEST, Vla0
 from deft_policies.families.vla0.network import (
     HEAD,
     Vla0Config,
@@ -39,6 +40,8 @@ from deft_policies.model.tensor_names import TensorPlace
 KEY = "default"  # a run has statistics of one data set
 MAX_TOKENS = 1024  # of an answer, as published
 _PROMPT = range(208, 272)  # ids of usual prompts
+# Estimates of what the tower's captures take: kernels of a block, and bytes of each.
+_NODES_OF_BLOCK, _BYTES_OF_NODE = 25, 10_000
 
 
 class Vla0Family(Family):
@@ -97,6 +100,28 @@ class Vla0Family(Family):
         kept = network.named_parameters()
         return [TensorPlace(name, tuple(one.shape), name) for name, one in kept]
 
+    @property
+    def longest_answer(self) -> int:
+        """Tokens."""
+        return self.options.max_tokens or MAX_TOKENS
+
+    @property
+    def reserve(self) -> Reserve:
+        """What passes are captured for."""
+        return Reserve(self.options.largest_batch, _PROMPT.start, _PROMPT.stop)
+
+    def planned_bytes(self, dtype: torch.dtype) -> Mapping[str, int]:
+        """Of the decoder's passes, and of the tower for as many frames as are seen at once."""
+        layout, sizes = Layout(self.reserve, WIDEST, self.longest_answer + 1), self.config.vision
+        num_graphs = len(shapes_of(self.reserve, WIDEST, keeps_hidden=False))
+        planned = layout.bytes_of(self.config.llm, dtype.itemsize, num_graphs)
+        rows, columns = self._run.grid
+        patches = self.reserve.rows * self._run.num_pictures * rows * columns
+        # Beside the residual stream queries, keys and values, some of it in float32, or the MLP's.
+        of_patch = max(12 * sizes.width, 4 * sizes.width + 3 * sizes.mlp_width) * dtype.itemsize
+        nodes = len(self.reserve.batches) * _NODES_OF_BLOCK * sizes.num_blocks
+        return {**planned, "pictures": patches * of_patch + nodes * _BYTES_OF_NODE}
+
     def load(
         self, device: torch.device, dtype: torch.dtype, runner: StepRunner | None = None
     ) -> Vla0:
@@ -109,10 +134,9 @@ class Vla0Family(Family):
         places, stored = find_places(self.config), self._stored
         fill_network(network, places, stored, self._merge, device, options.quantization)
         network.take_answer_rows()
-        reserve = Reserve(options.largest_batch, _PROMPT.start, _PROMPT.stop)
-        runner = runner or choose_runner(options, device, reserve)
-        max_tokens = options.max_tokens or MAX_TOKENS
-        return Vla0(network, self._run, self._tokenizer, runner, max_tokens)
+        fuse_kernels(network, options, device)
+        runner = runner or choose_runner(options, device, self.reserve)
+        return Vla0(network, self._run, self._tokenizer, runner, self.longest_answer)
 
     def _merge(self, name: str, weight: Tensor) -> Tensor:
         """What is kept of a stored weight, with the adapter's change."""

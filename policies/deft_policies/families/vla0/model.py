@@ -32,7 +32,7 @@ from deft_policies.families.vla0.network import CHARACTERS, Vla0Network
 from deft_policies.families.vla0.pictures import make_pictures, to_patches
 from deft_policies.families.vla0.prompt import IMAGE_PAD, encode_prompt, mrope_positions
 from deft_policies.families.vla0.run_folder import RunFolder
-from deft_policies.model.graphs import StepRunner
+from deft_policies.model.graphs import StepRunner, Tensors
 from deft_policies.model.llama import MRopeTable
 from deft_policies.model.sizes import TokenRange
 from deft_policies.model.staging import to_device
@@ -100,6 +100,7 @@ class Vla0(TokenModel):
         network.decoder.rotary = MRopeTable(config.llm, positions, config.mrope_section)
         self.target = Target(network.decoder, TokenRange(0, END), runner=runner)
         super().__init__(network, encode, None, config.statistics, runner)
+        self._slots_here = torch.tensor(self._slots, device=self.device)
         self.num_steps = run.num_steps
         self.num_pictures = run.num_cameras
         self.longest_prompt = config.llm.max_positions - max_tokens - WIDEST - 1
@@ -140,22 +141,15 @@ class Vla0(TokenModel):
 
     def see(self, observations: Sequence[Observation], clock: StageClock) -> list[Prompt]:
         """Pictures and prompts, embedded. Shorter prompts are padded on the right."""
-        patches = torch.stack(
-            [
-                to_patches(picture)
-                for one in observations
-                for picture in make_pictures(self.pictures(one), self.run)
-            ]
-        )
+        pictures = np.stack([make_pictures(self.pictures(one), self.run) for one in observations])
         texts = [self.encode(one.instruction) for one in observations]
         clock.record(Stage.PREPARE)
-        weight = self.network.embed_tokens.weight
-        tokens = self.network.vision(patches.to(weight.device, weight.dtype), self.run.grid)
-        tokens = tokens.reshape(len(texts), -1, tokens.shape[2])
+        step = (to_device(pictures, self.device),)
+        (tokens,) = self.runner.run_batch((self, "see"), self._see_step, step)
         longest = max(map(len, texts))
         padded = [[*ids, *[ids[-1]] * (longest - len(ids))] for ids in texts]
         embeds = self.network.embed_tokens(to_device(padded, self.device))
-        embeds[:, self._slots] = tokens
+        embeds.index_copy_(1, self._slots_here, tokens)
         clock.record(Stage.VISION)
         here = slice(self._slots[0], self._slots[-1] + 1)
         return [
@@ -178,8 +172,20 @@ class Vla0(TokenModel):
         seen = frozenset(token for token, one in enumerate(answer_ids) if one in known)
         return RepetitionPenalty(self.run.repetition_penalty, seen)
 
+    @torch.no_grad()
+    def _see_step(self, pictures: Tensor) -> Tensors:
+        """Tokens [frame, token, width] of bytes [frame, picture, row, column, channel]."""
+        patches = to_patches(pictures.flatten(0, 1)).to(self.network.embed_tokens.weight.dtype)
+        tokens = self.network.vision(patches, self.run.grid)
+        return (tokens.reshape(len(pictures), -1, tokens.shape[2]),)
+
     def capture(self) -> None:
-        """Nothing is captured of what looks at pictures."""
+        """Record the tower, for every batch within the reserve."""
+        frame = np.zeros((self.run.size, self.run.size, 3), np.uint8)
+        black = np.stack(make_pictures([frame] * self.run.num_cameras, self.run))
+        for rows in () if self.runner.reserve is None else self.runner.reserve.batches:
+            pictures = to_device(np.stack([black] * rows), self.device)
+            self.runner.run_batch((self, "see"), self._see_step, (pictures,))
 
     def draft_with(self, draft: Model) -> None:
         """Refused: no other model is known that writes such numbers."""

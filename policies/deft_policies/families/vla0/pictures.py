@@ -5,6 +5,7 @@ changes no size here: what it is given has the pixels that it asks for.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -44,14 +45,25 @@ def _view(image: Image, run: RunFolder) -> Tensor:
     return sized[0].permute(1, 2, 0)
 
 
-def to_patches(picture: NDArray[np.uint8]) -> Tensor:
-    """Normalised patches [patch, channel * frame * 14 * 14], four of a merged place together."""
-    rows, columns = (side // (PATCH * MERGE) for side in picture.shape[:2])
-    pixels = torch.from_numpy(picture).permute(2, 0, 1).float()  # [channel, row, column]
-    mean, std = (255 * _MEAN)[:, None, None], (255 * _STD)[:, None, None]
+def to_patches(pictures: Tensor) -> Tensor:
+    """Of bytes [picture, row, column, channel] normalised patches [picture, patch, number].
+
+    A patch has channel * frame * 14 * 14 numbers; four of a merged place stand together.
+    """
+    rows, columns = (side // (PATCH * MERGE) for side in pictures.shape[1:3])
+    pixels = pictures.permute(0, 3, 1, 2).float()  # [picture, channel, row, column]
+    mean, std = _normalization(pictures.device)
     normed = (pixels - mean) / std
-    split = normed.view(3, rows, MERGE, PATCH, columns, MERGE, PATCH)
-    # [place row, place column, row in it, column in it, channel, pixel row, pixel column]
-    ordered = split.permute(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
-    repeated = ordered.expand(-1, -1, -1, -1, -1, FRAMES, -1, -1)
-    return repeated.reshape(rows * columns * MERGE**2, -1)
+    split = normed.view(len(pictures), 3, rows, MERGE, PATCH, columns, MERGE, PATCH)
+    # [picture, place row, place column, row in it, column in it, channel, pixel row, pixel column]
+    ordered = split.permute(0, 2, 5, 3, 6, 1, 4, 7)[:, :, :, :, :, :, None]
+    repeated = ordered.expand(-1, -1, -1, -1, -1, -1, FRAMES, -1, -1)
+    return repeated.reshape(len(pictures), rows * columns * MERGE**2, -1)
+
+
+@lru_cache(maxsize=4)
+def _normalization(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of bytes, [channel, 1, 1]."""
+    with torch.inference_mode(False):
+        mean, std = ((255 * one)[:, None, None].to(device) for one in (_MEAN, _STD))
+        return mean, std
