@@ -96,6 +96,9 @@ class PolicyHost(Protocol):
     def submit(self, requests: Sequence[Request]) -> None:
         """Have frames answered; no more are given at a time than the queue has places."""
 
+    def give_up(self, request: Request) -> None:
+        """Nobody waits for this frame any more; it may have come back long ago."""
+
     def stop(self, timeout_s: float) -> bool:
         """Finish what is in hand, for so long, and end; return whether the policy ended.
 
@@ -142,6 +145,9 @@ class PolicyThread:
     def submit(self, requests: Sequence[Request]) -> None:
         """Have frames join before the next round; the listener hears of their answers."""
         self._joining.put(requests)
+
+    def give_up(self, request: Request) -> None:
+        """Nothing to do: before each round the thread looks which frames are given up."""
 
     def stop(self, timeout_s: float) -> bool:
         """End after the round in hand; a thread that does not is left behind."""

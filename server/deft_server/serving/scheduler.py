@@ -96,7 +96,8 @@ class Scheduler:
         finally:
             del self._answers[request]
             request.is_given_up = True
-            self.queue.remove(request)
+            if not self.queue.remove(request):
+                self._host.give_up(request)
             for timer in timers:
                 timer.cancel()
 

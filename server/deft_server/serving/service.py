@@ -136,8 +136,7 @@ class Service:
             request.on_actions = self._checking(on_actions, policy, options)
         try:
             answer = await self.scheduler.submit(request)
-            # Replicas may have another policy by now, and the answer is then that one's.
-            changes = self._safety_of(answer, self.scheduler.policy or policy, options)
+            changes = self._safety_of(answer, request.answered_by or policy, options)
         except (ServerError, PolicyError) as error:
             self.metrics.count_outcome(caller.name, error)
             self._publish(request, error=error)
