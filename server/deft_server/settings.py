@@ -167,7 +167,9 @@ class Settings(BaseModel):
         default=20 * 1024**3, description="beyond this the oldest recordings are deleted"
     )
     record_min_free_bytes: int = Field(
-        default=512 * 1024**2, ge=0, description="recording stops before less than this is free"
+        default=512 * 1024**2,
+        ge=0,
+        description="the oldest recordings go before less than this is free",
     )
 
     log_level: Literal["debug", "info", "warning", "error"] = Field(

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import Lock
 
 from deft_client.types import ActionChunk, ActOptions, Observation
 
@@ -37,11 +38,13 @@ Listen = Callable[[Event], None]
 class EventBus:
     """Publishes every finished action to its listeners; costs nothing without any.
 
-    Recording and the dashboard listen. A listener runs on the event loop and must be quick.
+    Recording and the dashboard listen. A listener runs on the event loop and must be quick; it may
+    begin and stop to listen on any thread.
     """
 
     def __init__(self) -> None:
         self._listeners: tuple[Listen, ...] = ()
+        self._changing = Lock()
 
     @property
     def has_listeners(self) -> bool:
@@ -50,10 +53,12 @@ class EventBus:
 
     def listen(self, listener: Listen) -> Callable[[], None]:
         """Call `listener` with every event until the returned function is called."""
-        self._listeners = (*self._listeners, listener)
+        with self._changing:
+            self._listeners = (*self._listeners, listener)
 
         def stop() -> None:
-            self._listeners = tuple(one for one in self._listeners if one is not listener)
+            with self._changing:
+                self._listeners = tuple(one for one in self._listeners if one is not listener)
 
         return stop
 

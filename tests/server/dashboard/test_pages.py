@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import numpy as np
@@ -21,6 +22,7 @@ from deft_server.dashboard import pages
 from deft_server.dashboard.history import MAX_SESSIONS, History
 from deft_server.dashboard.pages import MAX_VIEWERS, TOO_MANY, WRONG_KEY, Feed
 from deft_server.http import watches
+from deft_server.recording.files import EpisodeFiles
 from deft_server.settings import Settings
 from tests.server.dashboard.talkative import TalkativePolicy
 from tests.server.dashboard.test_history import finished
@@ -311,6 +313,48 @@ def test_the_dashboard_can_be_switched_off() -> None:
         assert client.get("/docs").status_code == 200
 
 
+def test_without_keys_recording_is_switched_on_the_servers_own_machine(tmp_path: Path) -> None:
+    """It took a key, so that a recording that a full disk had ended stayed off."""
+    path = "/v1/admin/recording"
+    settings = Settings(record=tmp_path / "out", record_min_free_bytes=0)
+    with client_of(build_app(settings), client=("127.0.0.1", 1)) as client:
+        for wanted in (False, True):
+            assert client.post(path, json={"on": wanted}).json()["is_on"] is wanted
+        there = {"origin": "http://elsewhere.example"}
+        assert client.post(path, json={"on": False}, headers=there).status_code == 403
+        for name in ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip"):
+            proxied = client.post(path, json={"on": False}, headers={name: "10.0.0.9"})
+            assert proxied.status_code == 403, name
+        assert client.get(path).json()["is_on"] is True
+
+
+@pytest.mark.parametrize(
+    ("address", "changes"),
+    [
+        ("10.0.0.9", {}),
+        ("127.0.0.1", {"host": "0.0.0.0", "allow_anyone": True}),
+        ("127.0.0.1", {"trusted_proxies": ("127.0.0.1",)}),
+    ],
+)
+def test_without_keys_nobody_is_an_administrator_where_others_reach_the_server(
+    address: str, changes: dict[str, Any]
+) -> None:
+    with client_of(build_app(Settings(**changes)), client=(address, 1)) as client:
+        assert client.get("/v1/admin/recording").status_code == 403
+
+
+def test_a_recording_that_cannot_be_switched_on_says_why(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    settings = Settings(record=folder, record_min_free_bytes=0)
+    path = "/v1/admin/recording"
+    with client_of(build_app(settings), client=("127.0.0.1", 1)) as client:
+        client.post(path, json={"on": False})
+        with EpisodeFiles(folder)._lock:
+            refused = client.post(path, json={"on": True})
+    assert refused.status_code == 422
+    assert "another server records here" in refused.json()["detail"]
+
+
 def test_recording_is_switched_by_an_administrator_only(tmp_path: Path) -> None:
     app = keyed_app(tmp_path)
     with client_of(app) as client:
@@ -350,5 +394,5 @@ def test_a_full_disk_stops_the_recording_and_not_the_serving(tmp_path: Path) -> 
             if "deft_recording 0.0" in page:
                 break
         assert "deft_recording 0.0" in page
-        assert 'deft_recording_stops_total{reason="the disk"} 1.0' in page
+        assert 'deft_recording_stops_total{reason="no room"} 1.0' in page
         assert act(client).status_code == 200
