@@ -74,7 +74,7 @@ class Backend(Part):
 
 
 class HttpPath(Part):
-    path: Literal["/"]
+    path: Annotated[str, Field(pattern=r"^/[a-z0-9/]*$")]
     pathType: Literal["Prefix", "Exact"]
     backend: dict[Literal["service"], Backend]
 

@@ -47,6 +47,7 @@ from deft_policies.errors import (
 from deft_policies.families.model import Model, OnePassModel, TokenModel, Values
 from deft_policies.families.options import ModelOptions
 from deft_policies.model.statistics import find_statistics_key
+from deft_policies.progress import doing
 from deft_policies.self_test import self_test
 
 _log = logging.getLogger(__name__)
@@ -211,6 +212,7 @@ class VlaPolicy:
         """
         model = self.model
         with model.runner.warming_up(), torch.inference_mode():
+            doing("capturing passes")
             model.capture()
             if self._token_models:
                 self.engine.capture()
@@ -218,8 +220,11 @@ class VlaPolicy:
                 form = _form(way.forms[self._any_key], self._tested(way))
                 prompt = self._blank_prompt(way)
                 # The guards of methods that callers may ask for need what plans cost, too.
-                for name in dict.fromkeys((self.method.name, *(methods or ()), DEFAULT_METHOD)):
+                names = dict.fromkeys((self.method.name, *(methods or ()), DEFAULT_METHOD))
+                for number, name in enumerate(names):
+                    doing(f"measuring the plans of {name}, {number + 1} of {len(names)} methods")
                     self.engine.warm_up(prompt, self.method_for(ActOptions(decoding=name)), form)
+        doing("answering known frames as a test")
         limits = self.action_limits(self._any_key)
         for one in self._models:
             self_test(

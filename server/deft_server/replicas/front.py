@@ -80,6 +80,11 @@ class ReplicaHost:
         self._count = 0
         self._name = uuid.uuid4().hex
 
+    @property
+    def progress(self) -> str:
+        """What is waited for: replicas say nothing while they load."""
+        return "waiting for a replica to load it"
+
     def start(self) -> None:
         """Begin to find the replicas."""
         self._watching = self._loop.create_task(self._watch())

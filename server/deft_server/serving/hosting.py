@@ -19,6 +19,7 @@ from deft_client.types import ActOptions, Observation, ServerInfo
 from deft_policies.base import ActionLimits, LimitedPolicy, Policy, SteppedPolicy
 from deft_policies.errors import PolicyError
 from deft_policies.model.statistics import find_statistics_key
+from deft_policies.progress import describe_progress
 from deft_server.serving.request import FailedCall, Request
 from deft_server.serving.rounds import Rounds
 from deft_server.settings import SettingsError
@@ -90,6 +91,10 @@ class PolicyHost(Protocol):
     def last_round_s(self) -> float | None:
         """When the last round ended, monotonic; None where hangs are ended elsewhere."""
 
+    @property
+    def progress(self) -> str:
+        """What is done just now to have the policy; empty where that is not known."""
+
     def start(self) -> None:
         """Begin to load the policy and warm it; must not wait."""
 
@@ -137,6 +142,11 @@ class PolicyThread:
         self._joining: SimpleQueue[Sequence[Request] | None] = SimpleQueue()
         # A daemon, because a policy that hangs can only be left behind, never stopped.
         self._thread = Thread(target=self._run, name="policy", daemon=True)
+
+    @property
+    def progress(self) -> str:
+        """What the policy's thread does to load it."""
+        return describe_progress()
 
     def start(self) -> None:
         """Begin to load."""
