@@ -16,6 +16,7 @@ from importlib.metadata import version
 import numpy as np
 from numpy.typing import NDArray
 
+from deft_client.commands.methods import by_own_name
 from deft_client.types import (
     ActionChunk,
     ActOptions,
@@ -124,6 +125,9 @@ class Service:
         call gives up the frame's place in the line.
         """
         now_s = time.monotonic()
+        if options.decoding is not None:
+            own_name = by_own_name(options.decoding)
+            options = replace_unchecked(options, {"decoding": own_name})
         try:
             policy = self.policy
             self._check(observation, options, caller)
@@ -142,6 +146,8 @@ class Service:
             self._publish(request, error=error)
             raise
         changes["timings"] = self._timings(answer, request, now_s)
+        if note := self._note_on(observation.instruction, caller):
+            changes["notes"] = (note,)
         if self.events.has_listeners:
             self._publish(request, chunk=replace_unchecked(answer, changes))
         changes |= _unwanted(options)
@@ -198,10 +204,20 @@ class Service:
         for name, reason in self.last_info.unread(observation).items():
             if self.settings.strict_inputs:
                 raise RequestError(name, f"{reason}; leave it out")
-            known = (caller.owner, name)
-            if known not in self._warned and len(self._warned) < _MOST_WARNED:
-                self._warned.add(known)
-                logger.warning("frames of %s have %s: %s (said once)", *known, reason)
+            self._warn_once(caller, name, reason)
+
+    def _note_on(self, instruction: str, caller: Caller) -> str:
+        """Return what there is to say of an instruction; the log says it once for each caller."""
+        note = self.last_info.untrained(instruction)
+        if note:
+            self._warn_once(caller, "an unknown instruction", note)
+        return note
+
+    def _warn_once(self, caller: Caller, what: str, reason: str) -> None:
+        known = (caller.owner, what)
+        if known not in self._warned and len(self._warned) < _MOST_WARNED:
+            self._warned.add(known)
+            logger.warning("frames of %s have %s: %s (said once)", *known, reason)
 
     def _asked(self, options: ActOptions) -> ActOptions:
         """Ask for trace and text when somebody watches, even if the caller wants neither.
@@ -313,7 +329,10 @@ class Service:
 def _unwanted(options: ActOptions) -> dict[str, object]:
     """Return what leaves out of an answer what only whoever watches asked for."""
     wanted = {"trace": options.want_trace, "reasoning": options.want_reasoning}
-    return {name: None for name, is_wanted in wanted.items() if not is_wanted}
+    unwanted: dict[str, object] = {
+        name: None for name, is_wanted in wanted.items() if not is_wanted
+    }
+    return unwanted if options.want_notes else {**unwanted, "notes": ()}
 
 
 def checked_actions(
