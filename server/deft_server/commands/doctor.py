@@ -267,6 +267,8 @@ def main(arguments: list[str]) -> int:
     """Examine, print, and return the exit code."""
     parser = CommandParser(
         prog="deft doctor",
+        usage="%(prog)s [-h] [--demonstration DATA] [--config FILE] [--policy NAME] "
+        "[SETTINGS] [FLAGS OF THE POLICY]",
         allow_abbrev=False,
         description="Say whether `deft serve` with the same flags would work on this machine.",
     )

@@ -224,7 +224,7 @@ class Service:
 
         Not for the text where the policy would not write it otherwise.
         """
-        if not self.events.has_listeners:
+        if not self.events.wants_traces:
             return options
         wants_text = options.want_reasoning or not self.last_info.thinks_when_asked
         return replace_unchecked(options, {"want_trace": True, "want_reasoning": wants_text})

@@ -114,13 +114,44 @@ def test_an_unknown_asset_is_not_found(client: TestClient, name: str) -> None:
 
 def test_nobody_looking_costs_nothing(client: TestClient) -> None:
     service = client.app.service  # type: ignore[attr-defined]
-    assert not service.events.has_listeners
+    assert not service.events.wants_traces
     with client.websocket_connect("/dashboard/feed") as socket:
         socket.send_text("{}")
         news(socket, "overview")
-        assert service.events.has_listeners
+        assert service.events.wants_traces
     act(client)
-    assert not service.events.has_listeners
+    assert not service.events.wants_traces
+
+
+def test_without_a_dashboard_nothing_listens() -> None:
+    assert not build_app(Settings(dashboard=False)).service.events.has_listeners
+
+
+def test_whoever_opens_it_after_an_incident_sees_what_was(client: TestClient) -> None:
+    """It was blank: 'since this page was opened'."""
+    act(client, session_id="arm-9")
+    client.post("/v1/reset", json={"session_id": "arm-9"})
+    with client.websocket_connect("/dashboard/feed") as socket:
+        socket.send_text(json.dumps({"watch": "anonymous/arm-9"}))
+        first = json.loads(socket.receive_text())
+    (ended,) = [one for one in first["sessions"] if one["session_id"] == "arm-9"]
+    assert ended["ended_s"] >= 0
+    assert ended["thumbnail"].startswith("data:image/jpeg")
+    assert first["watched"]["frames"][""].startswith("data:image/jpeg")
+    assert len(first["watched"]["points"]) == 1
+    assert sum(answers for _, answers, _, _ in first["timeline"]) >= 1
+
+
+def test_the_timeline_is_sent_when_seconds_have_passed_and_not_with_every_frame() -> None:
+    now_s = [100.0]
+    feed = Feed(build_app().service, lambda: now_s[0])
+    feed.history.note(finished("arm"), now_s[0])
+    first = feed.timeline()
+    assert first == [[0.0, 1, 0, 10.0]]
+    now_s[0] += 1.0
+    assert feed.timeline() is first
+    now_s[0] += 5.0
+    assert feed.timeline() == [[6.0, 1, 0, 10.0]]
 
 
 def test_a_viewer_sees_the_frame_the_action_and_the_trace(client: TestClient) -> None:

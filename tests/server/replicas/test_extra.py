@@ -46,6 +46,13 @@ def test_only_the_extra_brings_ray():
         assert not any(one.startswith("ray") for one in project["dependencies"])
 
 
+def test_what_a_server_needs_is_no_extra():
+    """`pip install deft-vla` gave a command that could not serve."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {re.split(r"[<>=;\[]", one)[0].strip() for one in project["dependencies"]}
+    assert needed >= {"deft-client", "fastapi", "uvicorn", "websockets", "torch", "tokenizers"}
+
+
 @pytest.mark.parametrize(
     "said", ["Token authentication is enabled but no token was found", "Failed to connect to Ray"]
 )
