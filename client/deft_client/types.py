@@ -290,6 +290,9 @@ class ServerInfo:
     # Initial states that are played once, at the end, by suite: {"libero_object": "30-39"}.
     held_out: Mapping[str, str] = field(default_factory=dict)
     num_pictures: int = 1  # the frame, and cameras whose names contain "wrist"
+    # Their names in the order in which it looks at them, "image" for the frame; empty where it does
+    # not say. Of other names with "wrist" in them the order is that of the observation.
+    cameras: tuple[str, ...] = ()
     state_dim: int | None = None  # numbers of the robot's state it reads; None: it reads none
     max_tokens: int | None = None  # of an answer with reasoning; None: it writes none
     thinks_when_asked: bool = False  # it acts at once where no reasoning is asked for

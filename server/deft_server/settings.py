@@ -52,8 +52,13 @@ class Settings(BaseModel):
     )
     strict_inputs: bool = Field(
         default=False,
-        description="refuse a frame with a camera or a state that the policy does not look at; "
-        "by default the log says so once for each caller",
+        description="refuse a frame with a state that the policy does not look at, and of other "
+        "projects' clients one with such a camera; by default the log says so once for each caller",
+    )
+    ignore_cameras: bool = Field(
+        default=False,
+        description="answer a frame with a camera that the policy does not look at; by default "
+        "it is refused, but for other projects' clients",
     )
 
     hang_after_s: Positive = Field(default=60.0, description="a batch longer than this is a hang")

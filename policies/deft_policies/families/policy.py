@@ -141,6 +141,7 @@ class VlaPolicy:
             assets=config.training.assets,
             held_out=config.training.held_out,
             num_pictures=model.num_pictures,
+            cameras=("image", *model.camera_names),
             state_dim=model.state_dim,
             max_tokens=None if longest.stop is None else longest.max_tokens,
             thinks_when_asked=len(self._models) > 1,

@@ -39,7 +39,7 @@ GROUPS = {
     ),
     "frames": (
         *("max_batch", "max_waiting", "patience_ms", "default_deadline_ms", "allow_options"),
-        *("strict_inputs", "range", "session_ttl_s", "max_sessions"),
+        *("strict_inputs", "ignore_cameras", "range", "session_ttl_s", "max_sessions"),
     ),
     "clients of other projects": ("profile", "act_image_chain", "socket_image_chain"),
     "recording": ("record", "record_frames", "record_max_bytes", "record_min_free_bytes"),

@@ -114,8 +114,11 @@ class Service:
         caller: Caller,
         arrived_s: float | None = None,
         on_actions: OnActions | None = None,
+        is_peers: bool = False,
     ) -> ActionChunk:
         """Answer one admitted frame; `arrived_s`, monotonic, is when its last byte was here.
+
+        `is_peers` says that it is of another project's client, which sends what it always sends.
 
         `on_actions` is called on the event loop with those that are final so far, where the policy
         tells of them; whatever it has not told is in the answer.
@@ -130,7 +133,7 @@ class Service:
             options = replace_unchecked(options, {"decoding": own_name})
         try:
             policy = self.policy
-            self._check(observation, options, caller)
+            self._check(observation, options, caller, is_peers)
             policy.check(observation, options)
         except (ServerError, PolicyError) as error:
             self.metrics.count_outcome(caller.name, error)
@@ -190,20 +193,29 @@ class Service:
         versions = {**self._versions, **policy.info.versions}
         self.last_info = replace(policy.info, versions=versions)
 
-    def _check(self, observation: Observation, options: ActOptions, caller: Caller) -> None:
+    def _check(
+        self, observation: Observation, options: ActOptions, caller: Caller, is_peers: bool
+    ) -> None:
         """Refuse what the settings do not allow, and what no policy could answer."""
         for name in ("decoding", "radius"):
             if getattr(options, name) is not None and not self.settings.allow_options:
                 raise RequestError(name, f"{name} is fixed by this server; leave it out")
         if not observation.instruction.strip():
             raise RequestError("instruction", "it is empty; say what is to be done")
-        self._check_inputs(observation, caller)
+        self._check_inputs(observation, caller, is_peers)
 
-    def _check_inputs(self, observation: Observation, caller: Caller) -> None:
+    def _check_inputs(self, observation: Observation, caller: Caller, is_peers: bool) -> None:
         """Refuse what the policy does not look at, or say in the log that it is not looked at."""
+        settings, known = self.settings, self.last_info.cameras
         for name, reason in self.last_info.unread(observation).items():
-            if self.settings.strict_inputs:
+            if settings.strict_inputs:
                 raise RequestError(name, f"{reason}; leave it out")
+            if name == "cameras" and known and not (is_peers or settings.ignore_cameras):
+                raise RequestError(
+                    name,
+                    f"{reason}; it knows {', '.join(known)}. Leave the others out, or start the "
+                    "server with --ignore-cameras",
+                )
             self._warn_once(caller, name, reason)
 
     def _note_on(self, instruction: str, caller: Caller) -> str:

@@ -408,6 +408,55 @@ def test_plain_is_a_name_for_autoregressive_decoding():
     assert [one.status_code for one in statuses] == [200, 200, 422]
 
 
+@dataclass(eq=False)
+class WristPolicy(FakePolicy):
+    """Looks at the frame and at a wrist camera."""
+
+    @property
+    def info(self) -> ServerInfo:
+        return replace(super().info, num_pictures=2, cameras=("image", "wrist"))
+
+
+def test_a_camera_that_the_policy_does_not_look_at_is_refused_unless_that_is_allowed():
+    """A `gripper_cam` was ignored, with a line in the server's log alone."""
+    picture = frame().image
+    for names, settings, status in (
+        (("wrist",), Settings(), 200),
+        (("left_wrist",), Settings(), 200),
+        (("gripper_cam",), Settings(), 422),
+        (("wrist", "front"), Settings(), 422),
+        (("gripper_cam",), Settings(ignore_cameras=True), 200),
+    ):
+        seen = replace(frame(), cameras=dict.fromkeys(names, picture))
+        with client_of(create_app(WristPolicy(), settings)) as client:
+            answer = client.post("/v1/act", content=packed(observation=seen), headers=MSGPACK)
+            assert client.get("/v1/info").json()["cameras"] == ["image", "wrist"]
+        assert answer.status_code == status, names
+        if status == 422:
+            assert answer.json()["field"] == "cameras"
+            assert "it knows image, wrist" in answer.json()["detail"]
+            assert "--ignore-cameras" in answer.json()["detail"]
+
+
+@dataclass(eq=False)
+class BlinkeredPolicy(FakePolicy):
+    """Looks at the frame alone, and says so."""
+
+    @property
+    def info(self) -> ServerInfo:
+        return replace(super().info, cameras=("image",))
+
+
+def test_a_peers_client_may_send_cameras_that_the_policy_does_not_look_at():
+    picture = frame().image
+    data = base64.b64encode(picture.tobytes()).decode()
+    wire = {"__numpy__": data, "dtype": "uint8", "shape": list(picture.shape)}
+    fields = {"full_image": wire, "instruction": "lift", "wrist_image": wire}
+    with client_of(create_app(BlinkeredPolicy(), Settings(profile="oft"))) as client:
+        answer = client.post("/act", json=fields)
+    assert answer.status_code == 200, answer.text
+
+
 def test_a_request_id_is_kept_if_it_is_harmless_and_replaced_if_not(client: TestClient):
     assert client.get("/healthz", headers={"x-request-id": "a-1"}).headers["x-request-id"] == "a-1"
     for bad in ("a" * 65, "a b", "ü", '"'):
