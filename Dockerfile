@@ -3,7 +3,7 @@
 #   client   the robot's side: deft-client, no torch
 #   libero   the client and the simulator, for evaluation without a display
 #   server   deft, for a GPU or a CPU: TORCH_INDEX says which build of torch goes in
-#            EXTRAS=server,models,ray makes the image of fronts and replicas on Ray
+#            EXTRAS=ray makes the image of fronts and replicas on Ray
 #
 # docker build --target client --tag deft-client .
 
@@ -42,7 +42,7 @@ FROM base AS server
 # Where torch comes from. Empty is the default index, whose build brings CUDA along; the index of
 # PyTorch's CPU builds (pytorch.org, "Get started") makes an image of a quarter of the size.
 ARG TORCH_INDEX=""
-ARG EXTRAS="server,models,quantization"
+ARG EXTRAS="quantization"
 RUN pip install --constraint requirements/ci.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch
 COPY client client
 COPY LICENSE README.md pyproject.toml ./

@@ -14,7 +14,7 @@ SUITE ?= libero_object
 EVAL_FLAGS ?=
 # One more than the cores of CI: tests also wait.
 WORKERS ?= 3
-EXTRAS := server,models,quantization,training,dev
+EXTRAS := quantization,dev
 
 BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install $(PIP_FLAGS)

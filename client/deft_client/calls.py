@@ -215,11 +215,13 @@ class ClientCalls:
         return problem_error(json_codec.decode_problem(reply.status, reply.body, waits_s))
 
     def _warn_of_unread(self, observation: Observation) -> None:
-        """Say once, where `info` was asked, what the policy does not look at."""
+        """Say once, where `info` was asked, what the policy does not look at or was not taught."""
         if self._info is None:
             return
         for name, reason in self._info.unread(observation).items():
             logger.warning("%s: %s", name, reason)
+        if note := self._info.untrained(observation.instruction):
+            logger.warning("%s", note)
         self._info = None
 
     def _until(self, deadline_ms: float | None = None) -> tuple[float, float]:

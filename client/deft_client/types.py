@@ -91,6 +91,7 @@ class ActOptions:
     max_tokens: int | None = None  # of such an answer, text and action; servers bound it
     want_log_probs: bool = False  # of every token of the answer, under the model
     executed_steps: int | None = None  # of the session's last answer, since its frame
+    want_notes: bool = False  # what the server has to say about the request
 
 
 @dataclass(frozen=True)
@@ -260,6 +261,7 @@ class ActionChunk:
     intervention: Intervention | None = None
     reasoning: str | None = None  # what the policy wrote before; `reasoning` takes it apart
     log_probs: LogProbs | None = None  # where they were asked for
+    notes: tuple[str, ...] = ()  # the same: what may be wrong with the request, for people
 
     def __post_init__(self) -> None:
         if self.actions.dtype != np.float64 or self.actions.ndim != 2:
@@ -289,6 +291,9 @@ class ServerInfo:
     # Initial states that are played once, at the end, by suite: {"libero_object": "30-39"}.
     held_out: Mapping[str, str] = field(default_factory=dict)
     num_pictures: int = 1  # the frame, and cameras whose names contain "wrist"
+    # Their names in the order in which it looks at them, "image" for the frame; empty where it does
+    # not say. Of other names with "wrist" in them the order is that of the observation.
+    cameras: tuple[str, ...] = ()
     state_dim: int | None = None  # numbers of the robot's state it reads; None: it reads none
     max_tokens: int | None = None  # of an answer with reasoning; None: it writes none
     thinks_when_asked: bool = False  # it acts at once where no reasoning is asked for
@@ -306,6 +311,17 @@ class ServerInfo:
         if observation.state is not None and self.state_dim is None:
             found["state"] = "the policy reads no state"
         return found
+
+    def untrained(self, instruction: str) -> str:
+        """Say that the policy was not trained on an instruction; empty where it was, or may be."""
+        known = {_words_of(one) for one in self.instructions}
+        if not known or _words_of(instruction) in known:
+            return ""
+        return f"the instruction is not among the {len(known)} that the policy was trained on"
+
+
+def _words_of(instruction: str) -> str:
+    return " ".join(instruction.lower().rstrip(". ").split())
 
 
 class ActingPolicy(Protocol):

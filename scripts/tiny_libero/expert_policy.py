@@ -1,6 +1,6 @@
 """The scripted expert as a policy of the evaluation:
 
-    python -m deft_client eval SUITE --policy scripts.tiny_libero.expert_policy:expert
+    python -m deft_client eval SUITE --local-policy scripts.tiny_libero.expert_policy:expert
 
 It looks at the simulator instead of the frame, so it needs no server. A run of it shows that the
 episodes can succeed, and what the simulator alone costs.
@@ -16,7 +16,9 @@ from scripts.tiny_libero.expert.expert import Expert, Watch
 def expert(environment: Environment) -> EpisodePolicy:
     """The expert for a task of LIBERO."""
     if not isinstance(environment, LiberoEnvironment):
-        raise SelectionError(f"--policy expert plays LIBERO only, not {type(environment).__name__}")
+        raise SelectionError(
+            f"--local-policy expert plays LIBERO only, not {type(environment).__name__}"
+        )
     return ExpertPolicy(environment)
 
 

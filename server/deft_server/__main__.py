@@ -22,7 +22,7 @@ COMMANDS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a subcommand and return its exit code."""
-    return Program("deft", COMMANDS, "deft-vla[server,models,training]").run(arguments)
+    return Program("deft", COMMANDS, "deft-vla").run(arguments)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ class DeftApp(FastAPI):
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
             service.start()
             if recording is not None:
-                recording.start()
+                await run_in_threadpool(recording.start)
             if starts_loaded:
                 await service.scheduler.settled()
             yield

@@ -52,8 +52,13 @@ class Settings(BaseModel):
     )
     strict_inputs: bool = Field(
         default=False,
-        description="refuse a frame with a camera or a state that the policy does not look at; "
-        "by default the log says so once for each caller",
+        description="refuse a frame with a state that the policy does not look at, and of other "
+        "projects' clients one with such a camera; by default the log says so once for each caller",
+    )
+    ignore_cameras: bool = Field(
+        default=False,
+        description="answer a frame with a camera that the policy does not look at; by default "
+        "it is refused, but for other projects' clients",
     )
 
     hang_after_s: Positive = Field(default=60.0, description="a batch longer than this is a hang")
@@ -167,7 +172,9 @@ class Settings(BaseModel):
         default=20 * 1024**3, description="beyond this the oldest recordings are deleted"
     )
     record_min_free_bytes: int = Field(
-        default=512 * 1024**2, ge=0, description="recording stops before less than this is free"
+        default=512 * 1024**2,
+        ge=0,
+        description="the oldest recordings go before less than this is free",
     )
 
     log_level: Literal["debug", "info", "warning", "error"] = Field(

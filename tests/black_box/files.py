@@ -31,7 +31,7 @@ from tests.black_box.product import (
 
 TARGET = tuple(one for one in TINY_FLAGS if one not in ("--policy", "openvla"))
 RUN = "point_world-solve"
-POINT_WORLD = ("eval", "point_world", "--environment", "point_world", "--policy", "solve")
+POINT_WORLD = ("eval", "point_world", "--environment", "point_world", "--local-policy", "solve")
 SMALL_RUN = ("steps=4", "batch_size=2", "held_out_share=0.5", "save_every=2", "log_every=1")
 
 

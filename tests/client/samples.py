@@ -35,6 +35,7 @@ def full_message() -> ActMessage:
     options = ActOptions(
         "robot-1", 150.0, "libero_goal", "lossless", 9,
         want_trace=True, want_reasoning=True, max_tokens=320, want_log_probs=True, executed_steps=3,
+        want_notes=True,
     )  # fmt: skip
     return ActMessage(observation, options)
 
@@ -65,7 +66,8 @@ def full_answer() -> ActionChunk:
     timings = StageTimings(wire_ms=0.5, total_ms=12.25)
     log_probs = LogProbs((-0.25, -7.5), 0.7, "vocabulary")
     text = " Lift it. ACTION: ≡"
-    return ActionChunk(actions, timings, trace, Intervention.CLAMP, text, log_probs)
+    notes = ("the instruction is unusual", "ü")
+    return ActionChunk(actions, timings, trace, Intervention.CLAMP, text, log_probs, notes)
 
 
 def assert_same_message(sent: ActMessage, received: ActMessage) -> None:
@@ -86,6 +88,7 @@ def assert_same_answer(sent: ActionChunk, received: ActionChunk) -> None:
     assert received.intervention is sent.intervention
     assert received.reasoning == sent.reasoning
     assert received.log_probs == sent.log_probs
+    assert received.notes == sent.notes
 
 
 def png_bomb(height: int, width: int) -> bytes:

@@ -127,6 +127,14 @@ def test_wrist_cameras_are_looked_at_as_far_as_the_policy_has_eyes():
     }
 
 
+def test_an_instruction_is_compared_with_those_of_the_training():
+    info = replace(INFO, instructions=("Lift the cup.", "fold the towel"))
+    for known in ("lift the cup", "Lift  the cup", "lift the cup . ", "fold the towel."):
+        assert info.untrained(known) == ""
+    assert "not among the 2 that the policy was trained on" in info.untrained("lift the mug")
+    assert replace(INFO, instructions=()).untrained("anything") == ""
+
+
 def test_the_image_travels_as_the_settings_say():
     server = FakeServer()
     Robot(server, ClientSettings(image_encoding=ImageEncoding.PNG)).act()

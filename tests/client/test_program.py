@@ -11,7 +11,8 @@ from deft_client.commands.program import Command, Program
     ("requirement", "hint"),
     [
         ("deft-client[datasets]", "pip install './client[datasets]'"),
-        ("deft-vla[server,models]", "pip install ./client '.[server,models]'"),
+        ("deft-vla", "pip install ./client ."),
+        ("deft-vla[ray]", "pip install ./client '.[ray]'"),
     ],
 )
 def test_a_missing_package_names_what_a_clone_installs(requirement, hint, monkeypatch, capsys):

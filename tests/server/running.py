@@ -38,7 +38,11 @@ def running(
             thread.join(10)
 
 
-def client_of(app: FastAPI) -> TestClient:
-    """Return a client in this process, which calls the server by an address as robots do."""
+def client_of(app: FastAPI, client: tuple[str, int] = ("testclient", 50000)) -> TestClient:
+    """Return a client in this process, which calls the server by an address as robots do.
+
+    `client` is the address that the server sees.
+    """
     # Its WebSockets would not take the address from the base URL.
-    return TestClient(app, base_url="http://127.0.0.1", headers={"host": "127.0.0.1"})
+    headers = {"host": "127.0.0.1"}
+    return TestClient(app, base_url="http://127.0.0.1", headers=headers, client=client)

@@ -246,12 +246,12 @@ def test_the_dashboard_is_what_its_script_builds() -> None:
 def test_a_server_is_configured_by_the_environment_alone(compose: Compose) -> None:
     """Keys, TLS, statistics key, head, quantisation and recording, as .env would give them."""
     values = {
-        "DEFT_POLICY_OPTIONS": "--statistics-key libero_object --draft-head /checkpoints/head "
-        "--quantization int8",
-        "DEFT_KEYS_FILE": "/config/keys.toml",
-        "DEFT_TLS_CERTIFICATE": "/config/server.crt",
-        "DEFT_TLS_KEY": "/config/server.key",
-        "DEFT_RECORD": "",
+        "DEFT_SERVER_POLICY_OPTIONS": "--statistics-key libero_object "
+        "--draft-head /checkpoints/head --quantization int8",
+        "DEFT_SERVER_KEYS_FILE": "/config/keys.toml",
+        "DEFT_SERVER_TLS_CERTIFICATE": "/config/server.crt",
+        "DEFT_SERVER_TLS_KEY": "/config/server.key",
+        "DEFT_SERVER_RECORD": "",
     }
     policy, settings = settings_of(compose.services["server-cpu"], values)
     given = policy.namespace

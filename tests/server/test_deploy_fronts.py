@@ -6,7 +6,10 @@ from typing import Annotated, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.routing import WebSocketRoute
 
+from deft_policies.constant import ConstantPolicy
+from deft_server.app import create_app
 from deft_server.settings import Settings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -71,8 +74,8 @@ class Backend(Part):
 
 
 class HttpPath(Part):
-    path: Literal["/"]
-    pathType: Literal["Prefix"]
+    path: Annotated[str, Field(pattern=r"^/[a-z0-9/]*$")]
+    pathType: Literal["Prefix", "Exact"]
     backend: dict[Literal["service"], Backend]
 
 
@@ -101,15 +104,41 @@ class Ingress(Part):
     spec: IngressSpec
 
 
+def ingresses() -> list[tuple[dict[str, str], list[HttpPath]]]:
+    """The annotations and the paths of each ingress."""
+    documents = yaml.safe_load_all((DEPLOY / "kubernetes/ingress.yaml").read_text())
+    found = [Ingress.model_validate(one) for one in documents]
+    assert len({one.metadata.name for one in found}) == len(found)
+    assert len({one.spec.rules[0].host for one in found}) == 1
+    return [
+        (
+            {name.partition("/")[2]: value for name, value in one.metadata.annotations.items()},
+            one.spec.rules[0].http["paths"],
+        )
+        for one in found
+    ]
+
+
 def test_the_ingress_pins_sessions_and_finds_the_fronts() -> None:
-    ingress = Ingress.model_validate(
-        yaml.safe_load((DEPLOY / "kubernetes/ingress.yaml").read_text())
-    )
-    named = {name.partition("/")[2]: value for name, value in ingress.metadata.annotations.items()}
-    assert named["upstream-hash-by"] == PINNED_BY
-    assert int(named["proxy-body-size"].rstrip("m")) * 1024 * 1024 >= Settings().max_body_bytes
     documents = yaml.safe_load_all((DEPLOY / "kubernetes/front.yaml").read_text())
     (service,) = [one for one in documents if one["kind"] == "Service"]
-    backend = ingress.spec.rules[0].http["paths"][0].backend["service"]
-    assert backend.name == service["metadata"]["name"]
-    assert backend.port.name in {port["name"] for port in service["spec"]["ports"]}
+    (frames, _), _ = ingresses()
+    assert int(frames["proxy-body-size"].rstrip("m")) * 1024 * 1024 >= Settings().max_body_bytes
+    for annotations, paths in ingresses():
+        assert annotations["upstream-hash-by"] == PINNED_BY
+        for path in paths:
+            backend = path.backend["service"]
+            assert backend.name == service["metadata"]["name"]
+            assert backend.port.name in {port["name"] for port in service["spec"]["ports"]}
+
+
+def test_the_ingress_hands_on_offers_of_protocols_to_websockets_alone() -> None:
+    """Its connections to the fronts are shared: what one made of a body moved all answers."""
+    (frames, everything), (sockets, paths) = ingresses()
+    assert frames["connection-proxy-header"] == "keep-alive"
+    assert [(one.path, one.pathType) for one in everything] == [("/", "Prefix")]
+    assert "connection-proxy-header" not in sockets
+    assert {one.pathType for one in paths} == {"Exact"}
+    served = [one.path for one in create_app(ConstantPolicy()).routes
+              if isinstance(one, WebSocketRoute)]  # fmt: skip
+    assert sorted(one.path for one in paths) == sorted(served)

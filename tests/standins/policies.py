@@ -176,13 +176,14 @@ class LimitedFake(FakePolicy):
 
     next_actions: NDArray[np.float64] = field(default_factory=lambda: np.zeros((1, 7)))
     may_exceed: bool = False
+    limit: float = 1.0
 
     def answer(self, request: ActRequest) -> ActionChunk:
         return ActionChunk(self.next_actions)
 
     def action_limits(self, statistics_key: str | None) -> ActionLimits:
-        ones = np.ones(7)
-        return ActionLimits(-ones, ones, self.may_exceed)
+        high = np.full(7, self.limit)
+        return ActionLimits(-high, high, self.may_exceed)
 
 
 @dataclass(eq=False)

@@ -104,6 +104,7 @@ def _act_options(options: argparse.Namespace) -> ActOptions:
         want_trace=options.trace,
         want_reasoning=options.reasoning,
         max_tokens=options.max_tokens,
+        want_notes=True,
     )
 
 
@@ -129,6 +130,7 @@ def _table(chunk: ActionChunk) -> str:
     lines[:0] = _said(chunk.reasoning or "")
     spent = {name: value for name, value in vars(chunk.timings).items() if value}
     lines.append("  ".join(f"{name} {value:.2f}" for name, value in spent.items()))
+    lines += [f"note: {one}" for one in chunk.notes]
     if chunk.intervention is not None:
         lines.append(f"the server intervened: {chunk.intervention.value}")
     if chunk.trace is not None:

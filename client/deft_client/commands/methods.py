@@ -22,7 +22,11 @@ OTHER_NAMES = {"plain": "autoregressive"}  # what people call a method, and what
 
 def method_text(given: str) -> str:
     """What was given as `--decoding`: the text itself, or what the file of that name says."""
-    text = read_method(Path(given)) if given.endswith(SUFFIX) else given
+    return by_own_name(read_method(Path(given)) if given.endswith(SUFFIX) else given)
+
+
+def by_own_name(text: str) -> str:
+    """The same method, called as the decoder calls it: `plain` is `autoregressive`."""
     name, colon, knobs = text.partition(":")
     return OTHER_NAMES.get(name, name) + colon + knobs
 

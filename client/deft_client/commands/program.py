@@ -87,7 +87,9 @@ class Program:
         distribution, _, extras = self.requirement.partition("[")
         extras = f"[{extras}" if extras else ""
         client = distribution == "deft-client"
-        return f"'./client{extras}'" if client else f"./client '.{extras}'"
+        if client:
+            return f"'./client{extras}'"
+        return f"./client '.{extras}'" if extras else "./client ."
 
     def _usage(self) -> str:
         lines = [f"  {name:<8} {command.summary}" for name, command in self.commands.items()]

@@ -41,13 +41,15 @@ def read_recordings(path: Path, cameras: Sequence[str]) -> Iterator[StoredEpisod
 def find_parts(path: Path) -> list[list[Path]]:
     """The files of each recorded episode, oldest first; a long one has several."""
     episodes: list[list[Path]] = []
-    latest: dict[str, list[Path]] = {}  # of each session; robots are recorded at the same time
+    # Of each caller's session: robots are recorded at the same time.
+    latest: dict[tuple[str, str], list[Path]] = {}
     for file in find_episodes(path):
         header = read_header(file)
-        if header.part == 0 or header.session_id not in latest:
-            latest[header.session_id] = []
-            episodes.append(latest[header.session_id])
-        latest[header.session_id].append(file)
+        whose = header.caller, header.session_id
+        if header.part == 0 or whose not in latest:
+            latest[whose] = []
+            episodes.append(latest[whose])
+        latest[whose].append(file)
     return episodes
 
 

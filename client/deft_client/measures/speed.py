@@ -30,7 +30,11 @@ class SpeedUp:
     def sentence(self, run: str, baseline: str) -> str:
         """What may be said of it."""
         if self.doubts:
-            return f"No speed-up of {run} over {baseline} is told: {'; '.join(self.doubts)}."
+            episodes = "1 episode" if self.num_episodes == 1 else f"{self.num_episodes} episodes"
+            return (
+                f"{run} answered {self.times:.2f} times as fast as {baseline} in {episodes}, but "
+                f"that does not allow a conclusion: {'; '.join(self.doubts)}."
+            )
         return (
             f"{run} answers {self.times:.2f} times as fast as {baseline} (95%: "
             f"{self.interval:.2f}; {self.of_medians:.2f} by medians) in {self.num_episodes} "

@@ -120,6 +120,7 @@ def request_fields(
         "max_tokens": options.max_tokens,
         "log_probs": options.want_log_probs or None,
         "executed_steps": options.executed_steps,
+        "notes": options.want_notes or None,
         "state": None if observation.state is None else _array_fields(observation.state, "float32"),
         "cameras": cameras or None,
     }
@@ -142,6 +143,8 @@ def answer_fields(chunk: ActionChunk, message_id: str | None = None) -> Json:
         entries["reasoning"] = chunk.reasoning
     if chunk.log_probs is not None:
         entries["log_probs"] = vars(chunk.log_probs)
+    if chunk.notes:
+        entries["notes"] = chunk.notes
     return entries
 
 
@@ -292,6 +295,7 @@ def _build_request(values: Json) -> ActMessage:
             read("max_tokens"),
             read("log_probs", False),
             read("executed_steps"),
+            read("notes", False),
         ),
         read("id"),
     )
@@ -369,6 +373,7 @@ OPTIONS: Mapping[str, Kind[Any]] = {
     "max_tokens": whole(1, MAX_TOKENS),
     "log_probs": FLAG,
     "executed_steps": whole(0, MAX_EXECUTED),
+    "notes": FLAG,
 }
 REQUEST = record(
     _build_request,
@@ -396,8 +401,9 @@ ANSWER = record(
         "intervention": word(Intervention),
         "reasoning": SAID,
         "log_probs": record_of(LogProbs),
+        "notes": list_of(SAID),
     },
-    optional=("v", "id", "timings", "trace", "intervention", "reasoning", "log_probs"),
+    optional=("v", "id", "timings", "trace", "intervention", "reasoning", "log_probs", "notes"),
 )
 REQUESTS = record(
     lambda values: ActMessages(values["observations"], values.get("id")),

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
@@ -43,8 +44,10 @@ from deft_policies.model.quantization import check_quantization
 from deft_policies.model.sizes import OpenVLAConfig
 from deft_policies.model.tensor_names import TensorPlace, tensor_places
 from deft_policies.model.vla import OpenVLAModel, VlaNetwork, allocate
+from deft_policies.progress import doing
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+HUB_TIMEOUT_S = 10.0  # for a question, not for files
 _HUB_FILES = ("*.json", "*.yaml", "*.safetensors", "*.pt", "tokenizer.model")
 _GIB = 1024**3
 # Activations, key/value cache and what the libraries take beside the weights.
@@ -128,6 +131,36 @@ def download_snapshot(hub_id: str, patterns: Sequence[str] = _HUB_FILES) -> Path
             f"{hub_id} is no directory here and could not be fetched from the hub ({reason}); "
             "give the path of a local copy, or connect to the network"
         ) from None
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a checkpoint's name is no path, neither by its form nor because there is one."""
+    return _HUB_ID.fullmatch(name) is not None and not Path(name).exists()
+
+
+def hub_bytes(hub_id: str) -> int:
+    """Return the bytes that the hub would send of a model; 0 where all are in the cache here.
+
+    Raises `CheckpointError` where the hub does not know it, or does not answer.
+    """
+    import httpx
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    with contextlib.suppress(HfHubHTTPError, httpx.HTTPError, OSError, ValueError):
+        snapshot_download(hub_id, allow_patterns=list(_HUB_FILES), local_files_only=True)
+        return 0
+    try:
+        info = HfApi().model_info(hub_id, files_metadata=True, timeout=HUB_TIMEOUT_S)
+    except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"{hub_id} is no directory here, and the hub does not have it or does not answer "
+            f"({reason})"
+        ) from None
+    files = info.siblings or []
+    wanted = [one for one in files if any(fnmatch(one.rfilename, form) for form in _HUB_FILES)]
+    return sum(one.size or 0 for one in wanted)
 
 
 def _locate(name: str) -> Path:
@@ -230,7 +263,10 @@ def fill_network(
     quantization: Quantization,
 ) -> None:
     """Read the weights of a network that is laid out on the meta device, part by part."""
-    for prefix, part in _parts(network):
+    parts = list(_parts(network))
+    sizes = [sum(one.numel() for one in part.parameters()) for _, part in parts]
+    for number, (prefix, part) in enumerate(parts):
+        doing("reading the weights", sum(sizes[:number]) / sum(sizes))
         allocate(part, device)
         parameters = dict(part.named_parameters())
         for place in places:

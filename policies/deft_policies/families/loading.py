@@ -16,6 +16,8 @@ from deft_policies.checkpoint.open import (
     CheckpointSource,
     check_memory,
     find_free_bytes,
+    hub_bytes,
+    is_hub_id,
     locate_checkpoint,
 )
 from deft_policies.checkpoint.tensor_file import digest_weights
@@ -38,6 +40,7 @@ from deft_policies.families.vla0.family import Vla0Family
 from deft_policies.model.formats import Quantization
 from deft_policies.model.quantization import check_quantization
 from deft_policies.model.statistics import find_statistics_key
+from deft_policies.progress import doing
 
 Judged = tuple[Verdict, str]  # of something examined
 
@@ -88,6 +91,7 @@ def load_policy(options: ModelOptions) -> VlaPolicy:
     device = choose_device(options.device)
     if options.precision is not None:
         check_quantization(options.quantization, device, DTYPES[options.precision])
+    doing("looking at the checkpoint's files")
     family = open_model(options)
     _choose_threads(options, device, family)
     precision, reason = choose_precision(options, device)
@@ -107,11 +111,13 @@ def load_policy(options: ModelOptions) -> VlaPolicy:
         model = family.load(device, dtype)
         drafts = DraftModels()
         if isinstance(model, TokenModel):
+            doing("loading what drafts")
             if draft_family is not None:
                 model.draft_with(draft_family.load(device, dtype, model.runner))
             drafts = _load_drafts(options, model)
         policy = VlaPolicy(model, options, drafts, method)
         policy.reason_for_dtype = reason
+        doing("hashing the files of the weights")
         policy.digests = {name: digest.result() for name, digest in digests.items()}
     _log.info("served in %s (%s)", precision.value, reason)
     if isinstance(model, TokenModel):
@@ -217,9 +223,8 @@ def examine(options: ModelOptions) -> list[Finding]:
         return found
     if name is None:
         return [*found, Finding("checkpoint", Verdict.BAD, "none is named; give --checkpoint")]
-    if not Path(name).expanduser().is_dir():
-        text = f"{name} is no directory here; it would be fetched from the hub"
-        return [*found, Finding("checkpoint", Verdict.DOUBTFUL, text)]
+    if is_hub_id(name):
+        return [*found, _tried("checkpoint", lambda: _examine_hub(name))]
     try:
         family = open_model(options)
     except PolicyError as error:
@@ -232,6 +237,14 @@ def examine(options: ModelOptions) -> list[Finding]:
         _tried("memory", lambda: _examine_memory(family, options)),
         _tried("statistics", lambda: _examine_statistics(family, options)),
     ]
+
+
+def _examine_hub(name: str) -> Judged:
+    size = hub_bytes(name)
+    if not size:
+        return Verdict.GOOD, f"{name}: a model of the hub whose files are in the cache here"
+    text = f"{name}: {size / _GIB:.1f} GiB would be fetched from the hub; nothing of it is examined"
+    return Verdict.DOUBTFUL, text
 
 
 def _examine_device(options: ModelOptions) -> Judged:

@@ -100,6 +100,13 @@ class Model(ABC):
         assert self.images is not None
         return self.images.pixel_values(fitted, weight.device, weight.dtype)
 
+    @property
+    def camera_names(self) -> list[str]:
+        """What cameras beside the frame are called, in the order in which they are looked at."""
+        if self.num_pictures == 2:
+            return [WRIST]
+        return [f"{WRIST}_{index}" for index in range(self.num_pictures - 1)]
+
     def check(self, observation: Observation) -> None:
         """Raise `RequestError` for what it was not made to look at."""
         self.pictures(observation)
@@ -118,18 +125,20 @@ class Model(ABC):
         if num_wrists == 0:
             return [observation.image]
         names = [name for name in observation.cameras if WRIST in name]
+        if set(names) == set(self.camera_names):
+            names = self.camera_names
         if len(names) != num_wrists:
             raise RequestError(
                 "cameras",
-                f"the model looks at the frame and {num_wrists} further picture(s) whose names "
-                f"contain {WRIST!r}; got {list(observation.cameras)}",
+                f"the model looks at the frame and at {num_wrists} further picture(s), "
+                f"{' and '.join(self.camera_names)} or others whose names contain {WRIST!r}; got "
+                f"{list(observation.cameras)}",
             )
         return [observation.image, *(observation.cameras[name] for name in names)]
 
     def complete(self, observation: Observation) -> Observation:
         """Add what it reads beside a frame and an instruction, for a frame that is made up."""
-        names = [f"{WRIST}_{index}" for index in range(self.num_pictures - 1)]
-        return replace(observation, cameras=dict.fromkeys(names, observation.image))
+        return replace(observation, cameras=dict.fromkeys(self.camera_names, observation.image))
 
     @abstractmethod
     def capture(self) -> None:

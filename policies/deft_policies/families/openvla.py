@@ -110,7 +110,7 @@ class OpenVLA(TokenModel):
             captured = reserve.lengths[-1] - network.config.num_patches
             self.longest_prompt = min(self.longest_prompt, captured)
         self.details = {
-            "cameras": "image alone; further cameras are ignored",
+            "cameras": "image alone",
         }
 
     def form(self, key: str) -> AnswerSpec:

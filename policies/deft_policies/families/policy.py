@@ -49,6 +49,7 @@ from deft_policies.families.model import Model, OnePassModel, TokenModel, Values
 from deft_policies.families.options import ModelOptions
 from deft_policies.fast.answer import AnswerGrammar
 from deft_policies.model.statistics import find_statistics_key
+from deft_policies.progress import doing
 from deft_policies.self_test import self_test
 
 _log = logging.getLogger(__name__)
@@ -143,6 +144,7 @@ class VlaPolicy:
             assets=config.training.assets,
             held_out=config.training.held_out,
             num_pictures=model.num_pictures,
+            cameras=("image", *model.camera_names),
             state_dim=model.state_dim,
             max_tokens=None if longest.stop is None else longest.max_tokens,
             thinks_when_asked=len(self._models) > 1,
@@ -214,6 +216,7 @@ class VlaPolicy:
         """
         model = self.model
         with model.runner.warming_up(), torch.inference_mode():
+            doing("capturing passes")
             model.capture()
             if self._token_models:
                 self.engine.capture()
@@ -221,9 +224,12 @@ class VlaPolicy:
                 form = _form(way, self._any_key, self._tested(way))
                 prompt = self._blank_prompt(way)
                 # The guards of methods that callers may ask for need what plans cost, too.
-                names = (self.method.name, *(methods or ()), DEFAULT_METHOD)
-                for name in filter(self.has_method, dict.fromkeys(names)):
+                every = (self.method.name, *(methods or ()), DEFAULT_METHOD)
+                names = [name for name in dict.fromkeys(every) if self.has_method(name)]
+                for number, name in enumerate(names):
+                    doing(f"measuring the plans of {name}, {number + 1} of {len(names)} methods")
                     self.engine.warm_up(prompt, self.method_for(ActOptions(decoding=name)), form)
+        doing("answering known frames as a test")
         limits = self.action_limits(self._any_key)
         for one in self._models:
             self_test(

@@ -243,11 +243,21 @@ def judge_chain(
         text += f"; always answering its mean action: {never_looking:.2%}. "
         text += "No chain does better: are these episodes of the training, and their units?"
         return Finding("image chain", Verdict.DOUBTFUL, text)
-    gap = errors[chosen] - errors[nearest]
-    if gap.mean() > _CLEAR * gap.std(ddof=1) / np.sqrt(len(gap)):
-        text += f". {chosen.value} is not the nearest: --image-chain {nearest.value}"
+    if _is_clear(errors[chosen] - errors[nearest]):
+        text += f". Yours, `{chosen.value}`, is not the nearest: --image-chain {nearest.value}"
         return Finding("image chain", Verdict.BAD, text)
-    return Finding("image chain", Verdict.GOOD, f"{text}. None is clearly nearer")
+    others = {chain: error for chain, error in errors.items() if chain is not chosen}
+    second = min(others, key=lambda chain: float(others[chain].mean()))
+    if nearest is chosen and _is_clear(errors[second] - errors[chosen]):
+        text += f". Yours, `{chosen.value}`, is the nearest; the next is `{second.value}`"
+    else:
+        text += f". These frames do not tell yours, `{chosen.value}`, from the nearest other chain"
+    return Finding("image chain", Verdict.GOOD, text)
+
+
+def _is_clear(gap: Errors) -> bool:
+    """Whether the second of two chains is farther away, frame by frame, than by chance."""
+    return bool(gap.mean() > _CLEAR * gap.std(ddof=1) / np.sqrt(len(gap)))
 
 
 _COLOURS = {Verdict.GOOD: "32", Verdict.DOUBTFUL: "33", Verdict.BAD: "31"}
@@ -257,6 +267,8 @@ def main(arguments: list[str]) -> int:
     """Examine, print, and return the exit code."""
     parser = CommandParser(
         prog="deft doctor",
+        usage="%(prog)s [-h] [--demonstration DATA] [--config FILE] [--policy NAME] "
+        "[SETTINGS] [FLAGS OF THE POLICY]",
         allow_abbrev=False,
         description="Say whether `deft serve` with the same flags would work on this machine.",
     )

@@ -61,6 +61,7 @@ def main(arguments: list[str]) -> int:
     """Serve; return the exit code."""
     parser = CommandParser(
         prog="deft serve",
+        usage="%(prog)s [-h] [--config FILE] [--policy NAME] [SETTINGS] [FLAGS OF THE POLICY]",
         allow_abbrev=False,
         description="Answer observations over HTTP and WebSocket.",
     )

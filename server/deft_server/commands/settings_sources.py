@@ -30,6 +30,29 @@ else:
 
 ENVIRONMENT_PREFIX = "DEFT_SERVER_"
 POLICY_OPTIONS = "policy_options"
+# How `--help` shows the settings: those that most people need first.
+GROUPS = {
+    "address and log": ("host", "port", "dashboard", "log_level", "log_format", "log_batches"),
+    "who may call": (
+        *("keys_file", "rate_per_s", "allow_anyone", "open_metrics", "allowed_hosts"),
+        *("trusted_proxies", "cors_origins", "tls_certificate", "tls_key", "tls_client_ca"),
+    ),
+    "frames": (
+        *("max_batch", "max_waiting", "patience_ms", "default_deadline_ms", "allow_options"),
+        *("strict_inputs", "ignore_cameras", "range", "session_ttl_s", "max_sessions"),
+    ),
+    "clients of other projects": ("profile", "act_image_chain", "socket_image_chain"),
+    "recording": ("record", "record_frames", "record_max_bytes", "record_min_free_bytes"),
+    "failures and stopping": ("hang_after_s", "on_hang", "unready_after_failures", "drain_s"),
+    "replicas": (
+        *("replicas", "most_replicas", "ray", "replica_cpus", "replica_gpus", "replica_surge"),
+    ),
+    "limits": (
+        *("max_body_bytes", "max_total_bytes", "max_header_bytes", "max_image_side"),
+        *("max_image_pixels", "max_instruction_chars", "header_timeout_s", "body_timeout_s"),
+        *("keep_alive_s", "max_connections", "max_connections_per_address"),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -43,17 +66,19 @@ class Source:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add a flag for every setting; only those given end up in the namespace."""
-    group = parser.add_argument_group("server")
-    for name, info in Settings.model_fields.items():
-        flag = "--" + name.replace("_", "-")
-        described = f"{info.description} [{_default_of(info)}]".replace("%", "%%")
-        if info.annotation is bool:
-            action = argparse.BooleanOptionalAction
-            group.add_argument(flag, action=action, default=argparse.SUPPRESS, help=described)
-        else:
-            group.add_argument(
-                flag, default=argparse.SUPPRESS, help=described, metavar=_metavar(info)
-            )
+    for title, names in GROUPS.items():
+        group = parser.add_argument_group(title)
+        for name in names:
+            info = Settings.model_fields[name]
+            flag = "--" + name.replace("_", "-")
+            described = f"{info.description} [{_default_of(info)}]".replace("%", "%%")
+            if info.annotation is bool:
+                action = argparse.BooleanOptionalAction
+                group.add_argument(flag, action=action, default=argparse.SUPPRESS, help=described)
+            else:
+                group.add_argument(
+                    flag, default=argparse.SUPPRESS, help=described, metavar=_metavar(info)
+                )
 
 
 def read_file(path: Path) -> Source:

@@ -91,7 +91,7 @@ def build_peer_act_route(service: Service) -> PlainRoute:
         session = read_name(request.headers.get(SESSION_HEADER), SESSION_HEADER, limits)
         message = await prepared(message, chain, service)
         options = replace(message.options, session_id=session)
-        chunk = await service.act(message.observation, options, caller, arrived_s)
+        chunk = await service.act(message.observation, options, caller, arrived_s, is_peers=True)
         return _reply(chunk, profile, parsed.is_encoded)
 
     async def act(request: Request) -> Response:

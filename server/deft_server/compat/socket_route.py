@@ -212,7 +212,9 @@ class _PeerSocket(RobotSocket):
         message = await self.service.threads.run(work) if has_pictures(fields) else work()
         chain = self.service.settings.socket_image_chain
         message = await prepared(message, chain, self.service)
-        return await self.service.act(message.observation, self._options, self.caller, arrived_s)
+        return await self.service.act(
+            message.observation, self._options, self.caller, arrived_s, is_peers=True
+        )
 
     async def _answer_openpi(self, fields: Mapping[str, object], arrived_s: float) -> bytes:
         if _endpoint(fields) == "reset":

@@ -87,12 +87,14 @@ async def _answered(
     flow = flow_of(caller.name, session_id)
     if flow in in_hand:  # another robot's, maybe; in a session the newer frame would replace it
         return await service.act(
-            message.observation, message.options, caller, arrived_s, on_actions
+            message.observation, message.options, caller, arrived_s, on_actions, is_peers=True
         )
     in_hand.add(flow)
     try:
         options = replace(message.options, session_id=session_id)
-        return await service.act(message.observation, options, caller, arrived_s, on_actions)
+        return await service.act(
+            message.observation, options, caller, arrived_s, on_actions, is_peers=True
+        )
     finally:
         in_hand.remove(flow)
 

@@ -1,6 +1,8 @@
 """What the dashboard remembers: recent actions of every session, and of the server as a whole.
 
-Fed by events while somebody looks, forgotten when nobody does. Knows nothing of sockets or pages.
+Whoever opens it after an incident sees the quarter of an hour before. Traces and texts are kept
+while somebody looks. Memory is bounded: 64 sessions, 240 actions and 3 small pictures each. Knows
+nothing of sockets or pages.
 """
 
 import math
@@ -12,6 +14,7 @@ from itertools import islice
 
 from deft_client.types import ActionChunk, DecodeTrace, Image, Observation
 from deft_policies.errors import NoActionError
+from deft_server.errors import DeadlineError
 from deft_server.serving.access import Caller
 from deft_server.serving.events import Event, FinishedAction, SessionEnded
 
@@ -19,7 +22,10 @@ MAX_POINTS = 240
 MAX_SESSIONS = 64
 MAX_CAMERAS = 3  # whose last pictures are kept of a session, the main one among them
 PICTURE_SIDE = 384  # at most
+UNWATCHED_SIDE = 256  # the same while nobody looks
 WINDOW_S = 30.0
+KEPT_S = 900.0  # what is older is forgotten
+TICK_S = 5.0  # of the timeline
 _MAX_WINDOW = 10_000
 STAGES = (
     "queue_ms", "wire_ms", "prepare_ms", "vision_ms", "prefill_ms", "draft_ms", "verify_ms",
@@ -56,7 +62,10 @@ class SessionHistory:
     thought: "Thought | None" = None
     num_answers: int = 0
     num_errors: int = 0
+    num_late: int = 0  # of the errors
     seen_s: float = 0.0
+    ended_s: float | None = None  # when it was reset, or forgotten by the server
+    note: str = ""  # on its last request
 
     @property
     def name(self) -> str:
@@ -81,6 +90,16 @@ class Thought:
     trace: DecodeTrace | None
     error: str = ""  # why there is no action in it
     action_dim: int = 0  # numbers of an action; 0 where there is none
+
+
+@dataclass(eq=False)
+class Tick:
+    """A few seconds of the server's past."""
+
+    start_s: float
+    answers: int = 0
+    errors: int = 0
+    slowest_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -170,34 +189,55 @@ class History:
     def __init__(self) -> None:
         self.version = 0  # grows with every event: tells a viewer whether there is news
         self.sessions: dict[str, SessionHistory] = {}  # in the order in which they came
+        self.timeline: deque[Tick] = deque(maxlen=int(KEPT_S / TICK_S))
         self._window: deque[_Finish] = deque()
         self._counts = PassCounts()  # summed over the window
 
-    def note(self, event: Event, now_s: float) -> None:
-        """Remember an event."""
+    def note(self, event: Event, now_s: float, is_watched: bool = True) -> None:
+        """Remember an event; of what nobody looks at, less."""
         self.version += 1
         if isinstance(event, SessionEnded):
             ended = self.sessions.get(_key(event))
             if ended is not None:
-                ended.pictures, ended.thought = {}, None
+                ended.ended_s = now_s
             return
-        session = self._session(event)
-        session.seen_s = now_s
+        session = self._session(event, now_s)
+        session.seen_s, session.ended_s = now_s, None
+        side = PICTURE_SIDE if is_watched else UNWATCHED_SIDE
+        tick = self._tick(now_s)
         if event.chunk is None:
             session.num_errors += 1
+            session.num_late += isinstance(event.error, DeadlineError)
             if isinstance(event.error, NoActionError):
-                _see(session, event, event.error.reasoning)
+                _see(session, event, event.error.reasoning, side)
+            tick.errors += 1
             self._enter(_Finish(now_s, math.nan, PassCounts()))
             return
         session.num_answers += 1
-        _see(session, event, event.chunk.reasoning)
-        trace = event.chunk.trace
+        session.note = "; ".join(event.chunk.notes)
+        _see(session, event, event.chunk.reasoning, side)
+        trace = event.chunk.trace if is_watched else None
         if trace is not None:
             session.trace = trace
-        point = _point(event.chunk, session.num_answers, now_s)
+        point = _point(event.chunk, trace, session.num_answers, now_s)
         session.points.append(point)
+        tick.answers += 1
+        tick.slowest_ms = max(tick.slowest_ms, point.total_ms)
         counts = counts_of(trace) if trace is not None else PassCounts()
         self._enter(_Finish(now_s, point.total_ms, counts))
+
+    def forget_old(self, now_s: float) -> None:
+        """Forget sessions without a frame for long, and what is before the timeline's span."""
+        for key, session in list(self.sessions.items()):
+            if now_s - session.seen_s > KEPT_S:
+                del self.sessions[key]
+        while self.timeline and now_s - self.timeline[0].start_s > KEPT_S:
+            self.timeline.popleft()
+
+    def _tick(self, now_s: float) -> Tick:
+        if not self.timeline or now_s - self.timeline[-1].start_s >= TICK_S:
+            self.timeline.append(Tick(now_s - now_s % TICK_S))
+        return self.timeline[-1]
 
     def overview(self, now_s: float) -> dict[str, float]:
         """Return the figures of the whole server over the window; NaN where nothing is known."""
@@ -232,10 +272,11 @@ class History:
         if not self._window:
             self._counts = PassCounts()  # and with it what rounding has left
 
-    def _session(self, event: FinishedAction) -> SessionHistory:
+    def _session(self, event: FinishedAction, now_s: float) -> SessionHistory:
         key = _key(event)
         session = self.sessions.get(key)
         if session is None:
+            self.forget_old(now_s)
             if len(self.sessions) >= MAX_SESSIONS:
                 del self.sessions[min(self.sessions, key=lambda one: self.sessions[one].seen_s)]
             session = self.sessions[key] = SessionHistory(
@@ -244,9 +285,9 @@ class History:
         return session
 
 
-def _see(session: SessionHistory, event: FinishedAction, text: str | None) -> None:
+def _see(session: SessionHistory, event: FinishedAction, text: str | None, side: int) -> None:
     """Keep what was to be seen, and what was written about it."""
-    session.pictures = reduced(event.observation)
+    session.pictures = reduced(event.observation, side)
     session.instruction = event.observation.instruction
     before = None if session.thought is None else session.thought.text
     trace = None if event.chunk is None else event.chunk.trace
@@ -259,18 +300,18 @@ def _key(event: Event) -> str:
     return f"{event.caller}/{event.session_id or UNNAMED}"
 
 
-def reduced(observation: Observation) -> dict[str, Image]:
+def reduced(observation: Observation, side: int = PICTURE_SIDE) -> dict[str, Image]:
     """Return small copies of the first cameras' pictures: every n-th pixel, which is quick."""
     views = {"": observation.image, **observation.cameras}
     pictures = {}
     for name, image in islice(views.items(), MAX_CAMERAS):
-        step = math.ceil(max(image.shape[:2]) / PICTURE_SIDE)
+        step = math.ceil(max(image.shape[:2]) / side)
         pictures[name] = image[::step, ::step].copy()
     return pictures
 
 
-def _point(chunk: ActionChunk, number: int, now_s: float) -> Point:
-    timings, trace = chunk.timings, chunk.trace
+def _point(chunk: ActionChunk, trace: DecodeTrace | None, number: int, now_s: float) -> Point:
+    timings = chunk.timings
     stages = {name.removesuffix("_ms"): getattr(timings, name) for name in STAGES}
     return Point(
         number=number,

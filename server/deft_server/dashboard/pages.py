@@ -30,7 +30,13 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from deft_client.reasoning import ACTION, Part, parse_reasoning, part_costs
 from deft_client.types import DecodeTrace, Image
 from deft_client.wire.messages import trace_fields
-from deft_server.dashboard.history import PICTURE_SIDE, History, SessionHistory, Thought
+from deft_server.dashboard.history import (
+    PICTURE_SIDE,
+    TICK_S,
+    History,
+    SessionHistory,
+    Thought,
+)
 from deft_server.errors import AccessError, ForbiddenError, OverloadedError
 from deft_server.http.gate import SMALL_BODY_BYTES
 from deft_server.serving.access import Access, Caller
@@ -163,7 +169,7 @@ def _load_static() -> dict[str, Response]:
 
 
 class Feed:
-    """The history, listening only while there are viewers, and what all of them are sent alike."""
+    """The history, and what all viewers are sent alike. Without viewers no traces are asked for."""
 
     def __init__(self, service: Service, clock: Callable[[], float] = time.monotonic) -> None:
         self.service = service
@@ -171,25 +177,28 @@ class Feed:
         self._making = asyncio.Lock()  # what one viewer makes, the others wait for
         self._overview: Json = {}
         self._overview_s = -math.inf
-        self._forget()
+        self.history = History()
+        self._timeline: list[list[float]] = []
+        self._timeline_s = -math.inf
+        self._frames: WeakKeyDictionary[SessionHistory, _Shown] = WeakKeyDictionary()
+        self._thumbnails: WeakKeyDictionary[SessionHistory, _Shown] = WeakKeyDictionary()
         self._num_viewers = 0
-        self._stop_listening: Callable[[], None] = lambda: None
+        self._stop_listening = service.events.listen(self._note, wants_traces=False)
 
     def enter(self) -> "Viewer":
         """Add a viewer; the first one starts the listening."""
         if self._num_viewers >= MAX_VIEWERS:
             raise OverloadedError(f"{MAX_VIEWERS} dashboards are open already; close one", _QUIET_S)
         if self._num_viewers == 0:
-            self._stop_listening = self.service.events.listen(self._note)
+            self._listen(wants_traces=True)
         self._num_viewers += 1
         return Viewer(self)
 
     def leave(self) -> None:
-        """Remove a viewer; with the last one everything is forgotten."""
+        """Remove a viewer."""
         self._num_viewers -= 1
         if self._num_viewers == 0:
-            self._stop_listening()
-            self._forget()
+            self._listen(wants_traces=False)
 
     async def overview(self) -> Json:
         """Return the figures and the list of sessions, made at most twice a second."""
@@ -197,10 +206,25 @@ class Feed:
             now_s = self.now_s()
             if now_s - self._overview_s >= _OVERVIEW_S:
                 self._overview_s = now_s
+                self.history.forget_old(now_s)
                 sessions = list(self.history.sessions.values())
                 summaries = [await self._summary(one, now_s) for one in sessions]
                 self._overview = {"overview": self._figures(now_s), "sessions": summaries}
             return self._overview
+
+    def timeline(self) -> list[list[float]]:
+        """Return the server's last minutes: [seconds ago, answers, errors, slowest_ms] each.
+
+        The same list until a few seconds have passed.
+        """
+        now_s = self.now_s()
+        if now_s - self._timeline_s >= TICK_S:
+            self._timeline_s = now_s
+            self._timeline = [
+                [now_s - one.start_s, one.answers, one.errors, one.slowest_ms]
+                for one in self.history.timeline
+            ]
+        return self._timeline
 
     async def frames(self, session: SessionHistory) -> dict[str, str]:
         """Return the last picture of each of the session's cameras as a data URL."""
@@ -218,6 +242,9 @@ class Feed:
             "instruction": session.instruction,
             "answers": session.num_answers,
             "errors": session.num_errors,
+            "late": session.num_late,
+            "note": session.note,
+            "ended_s": None if session.ended_s is None else now_s - session.ended_s,
             "rate_hz": session.rate_hz(now_s),
             "last_ms": last.total_ms if last else None,
             "idle_s": now_s - session.seen_s,
@@ -250,13 +277,11 @@ class Feed:
         }
 
     def _note(self, event: Event) -> None:
-        self.history.note(event, self.now_s())
+        self.history.note(event, self.now_s(), is_watched=self._num_viewers > 0)
 
-    def _forget(self) -> None:
-        self.history = History()
-        self._overview_s = -math.inf
-        self._frames: WeakKeyDictionary[SessionHistory, _Shown] = WeakKeyDictionary()
-        self._thumbnails: WeakKeyDictionary[SessionHistory, _Shown] = WeakKeyDictionary()
+    def _listen(self, wants_traces: bool) -> None:
+        self._stop_listening()
+        self._stop_listening = self.service.events.listen(self._note, wants_traces)
 
 
 @dataclass(frozen=True)
@@ -275,6 +300,7 @@ class Viewer:
         self._is_chosen = False  # by whoever looks; otherwise the page follows who is alive
         self._sent_version = -1
         self._sent_overview: Json = {}
+        self._sent_timeline: list[list[float]] = []
         self._turn_to(None)
 
     def watch(self, key: str | None) -> None:
@@ -301,6 +327,9 @@ class Viewer:
             return None
         news = dict(overview) if overview is not self._sent_overview else {}
         self._sent_overview = overview
+        timeline = feed.timeline()
+        if timeline is not self._sent_timeline:
+            news["timeline"] = self._sent_timeline = timeline
         self._follow()
         self._sent_version = feed.history.version
         if self._session is not None:

@@ -61,18 +61,24 @@ def _peer_of(transport: asyncio.BaseTransport) -> str:
     return str(name[0]) if isinstance(name, tuple) and name else ""
 
 
-def _refusal(status: str, detail: str) -> bytes:
+def _refusal(status: str, detail: str, may_retry: bool = True) -> bytes:
     """Return an answer to what never becomes a request."""
     body = f"{detail}\n".encode()
     head = (
         f"HTTP/1.1 {status}\r\ncontent-type: text/plain; charset=utf-8\r\n"
-        f"content-length: {len(body)}\r\nconnection: close\r\nretry-after: 1\r\n\r\n"
+        f"content-length: {len(body)}\r\nconnection: close\r\n"
     )
-    return head.encode() + body
+    return head.encode() + (b"retry-after: 1\r\n" if may_retry else b"") + b"\r\n" + body
 
 
 _TOO_MANY_CONNECTIONS = _refusal(
     "503 Service Unavailable", "too many connections are open; close some, or keep one and reuse it"
+)
+
+_NO_HANDSHAKE = _refusal(
+    "400 Bad Request",
+    "this is no handshake of a WebSocket, which is a GET without a body",
+    may_retry=False,
 )
 
 
@@ -357,7 +363,8 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
                     return
             super().data_received(part)  # type: ignore[arg-type]
         if self.conn.handshake_exc is not None:  # uvicorn would leave it without an answer
-            self.transport.write(b"".join(self.conn.data_to_send()))
+            answer = b"".join(self.conn.data_to_send())  # none where it could not be parsed
+            self.transport.write(answer or _NO_HANDSHAKE)
             self.transport.close()
         self._watch()
 

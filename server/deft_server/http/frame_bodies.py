@@ -171,7 +171,7 @@ def _option(name: str, text: str, limits: WireLimits) -> object:
     """Return what a text field stands for; `REQUEST` judges whether it may."""
     if name == "state":
         return load(text.encode("utf-8", "surrogateescape"), limits, name)
-    if name in ("trace", "reasoning", "log_probs"):
+    if name in ("trace", "reasoning", "log_probs", "notes"):
         if text.lower() not in _FLAGS:
             raise UnusableValueError(name, f"must be true or false, got {text[:24]!r}")
         return _FLAGS[text.lower()]

@@ -29,6 +29,7 @@ from deft_server.serving.access import (
 )
 from deft_server.serving.bounds import ConnectionBounds, Exchange
 from deft_server.serving.service import Service
+from deft_server.settings import is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,8 @@ PAGES_PREFIX = "/dashboard"  # the feed asks for a key itself: browsers cannot s
 # Whose bodies may be large.
 FRAME_PATHS = frozenset(("/v1/act", "/act", "/predict_base64", "/predict_base64_stream"))
 SMALL_BODY_BYTES = 2048  # of requests that are not frames: a name, at most, however escaped
+# Somebody else asks through a proxy, wherever the connection comes from.
+PROXY_HEADERS = (b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip")
 _CALLER = "deft.caller"
 _EXCHANGE = "deft.exchange"
 NOBODY = "(none)"  # in place of a key's name, where no key was accepted
@@ -191,10 +194,25 @@ class Gate:
             return caller_of(scope)
         authorization = headers.get(b"authorization", b"").decode("latin-1")
         caller = access.identify(authorization, address)
-        if path.startswith(ADMIN_PREFIX):
+        if path.startswith(ADMIN_PREFIX) and not self._is_at_the_machine(headers, address):
             access.require_admin(caller)
         scope[_CALLER] = caller
         return caller
+
+    def _is_at_the_machine(self, headers: Mapping[bytes, bytes], address: str) -> bool:
+        """Whether a caller sits at this machine, and no key could say who that is.
+
+        Only where nobody else reaches the server: neither directly nor through a proxy here.
+        """
+        settings = self._service.settings
+        return (
+            settings.keys_file is None
+            and settings.tls_client_ca is None
+            and not settings.trusted_proxies
+            and is_loopback(settings.host)
+            and is_loopback(address)
+            and headers.keys().isdisjoint(PROXY_HEADERS)
+        )
 
     def _count_refusal(self, scope: Scope, error: Exception) -> None:
         """Count a frame that was refused before the service saw it."""

@@ -1,15 +1,17 @@
-"""The files of a recording: one per episode, continued in parts, the oldest deleted beyond a cap.
+"""The files of a recording: one per episode, continued in parts, the oldest deleted for room.
 
-Knows nothing of threads or events. Any `OSError` means that the disk failed, or has less room than
-is to be kept; the file being written is then cut back to its last whole record.
+Knows nothing of threads or events. Any `OSError` but `NoRoomError` means that the disk failed; the
+file being written is then cut back to its last whole record. No file stays open between steps.
 """
 
 import fcntl
+import os
 import re
 import shutil
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from io import FileIO
@@ -21,15 +23,17 @@ from deft_client.recordings import (
     SUFFIX,
     EpisodeHeader,
     RecordedStep,
+    RecordingError,
     encode_end,
     encode_header,
     encode_step,
+    read_header,
 )
 from deft_client.types import ServerInfo
 from deft_client.wire.images import ImageEncoding
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9.-]+")
-_CHECK_DISK_EVERY = 64  # records
+PARTS_IN_ROOM = 8  # at least: what is deleted for room is a part
 _NUMBERED = re.compile(r"(\d{8,})-")
 LOCK = ".lock"
 
@@ -37,156 +41,204 @@ LOCK = ".lock"
 SessionKey = tuple[str, str]
 
 
+class NoRoomError(OSError):
+    """There is no room for another step, although nothing older is left to delete."""
+
+
 @dataclass(eq=False)
-class _OpenEpisode:
-    file: FileIO
-    path: Path
-    header: EpisodeHeader
+class _Episode:
+    """An episode that goes on, and the file of its latest part."""
+
     started_s: float
+    started_at: float
+    path: Path | None = None  # None until its next step begins another part
     num_steps: int = 0
-    num_bytes: int = 0
+    num_parts: int = 0
+    num_bytes: int = 0  # of the latest part
 
 
-def open_new(path: Path) -> FileIO:
-    """Open a file that must not exist yet, unbuffered: what is written survives a kill."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return FileIO(path, "xb")
+@dataclass(eq=False)
+class _CallersFiles:
+    """The recordings of one caller, the oldest first."""
+
+    sizes: dict[Path, int] = field(default_factory=dict)
+    total: int = 0
 
 
-def num_free(where: int | Path) -> int:
-    """Return the bytes that are free on the disk of an open file or a folder."""
+def open_file(path: Path, is_new: bool) -> FileIO:
+    """Open a recording to write behind what it has, unbuffered: what is written survives a kill."""
+    if is_new:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return FileIO(path, "xb")
+    file = FileIO(path, "r+b")  # not "ab", which would make a file without a header
+    file.seek(0, os.SEEK_END)
+    return file
+
+
+def num_free(where: Path) -> int:
+    """Return the bytes that are free on the disk of a folder."""
     return shutil.disk_usage(where).free
 
 
 @dataclass(eq=False)
 class EpisodeFiles:
-    """All episodes being written: where they go, and how much room they may take."""
+    """All episodes being written: where they go, and how much room they may take.
+
+    A recording is a ring: where room is needed, whoever has the most recorded loses the oldest.
+    """
 
     directory: Path
     encoding: ImageEncoding = ImageEncoding.PNG
     max_file_bytes: int = 256 * 1024 * 1024
     max_total_bytes: int = 20 * 1024**3
     min_free_bytes: int = 512 * 1024 * 1024
-    max_open_files: int = 64
+    max_episodes: int = 4096  # that go on at a time; beyond it the one longest idle ends
     info: ServerInfo | None = None
-    open_file: Callable[[Path], FileIO] = open_new
-    num_free: Callable[[int | Path], int] = num_free
+    open_file: Callable[[Path, bool], FileIO] = open_file
+    num_free: Callable[[Path], int] = num_free
     num_steps: int = 0  # written since the start
     num_bytes: int = 0
     total_bytes: int = 0  # of all recordings in the directory, those of earlier runs included
-    _open: OrderedDict[SessionKey, _OpenEpisode] = field(default_factory=OrderedDict)
+    _episodes: OrderedDict[SessionKey, _Episode] = field(default_factory=OrderedDict)
+    _callers: dict[str, _CallersFiles] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._lock = locked(self.directory)
         existing = self._existing()
-        self.total_bytes = sum(_num_bytes(path) for path in existing)
+        for path in existing:
+            self._count(_caller_of(path), path, _num_bytes(path))
         self._number = max((_number_of(path) for path in existing), default=0)
 
     def write(self, key: SessionKey, step: RecordedStep, wall_s: float) -> None:
-        """Append a step to its episode, opening a file where it has none.
+        """Append a step to its episode, beginning one where there is none.
 
         A step has two times: `wall_s` by the clock that jumps, `at_s` by the one that does not. Its
         index is that of its session. In the file both become those of the episode.
         """
-        episode = self._open.get(key)
-        if episode is not None and episode.num_steps and _starts_anew(key, step):
-            self._finish(key, "forgotten")
-            episode = None
-        episode = episode or self._begin(key, wall_s, step.at_s)
-        if episode.num_bytes > self.max_file_bytes:
-            self._finish(key, "continued")
-            episode = self._begin(key, wall_s, step.at_s, before=episode)
-        self._open.move_to_end(key)
+        if key in self._episodes and _starts_anew(key, step):
+            self.end(key, "forgotten")
+        episode = self._episodes.get(key) or self._begin(key, wall_s, step.at_s)
+        self._episodes.move_to_end(key)
         step = replace(step, index=episode.num_steps, at_s=step.at_s - episode.started_s)
         record = encode_step(step, self.encoding)
-        self._keep_free(episode.file.fileno(), len(record))
-        self._append(episode, record)
+        free = self.num_free(self.directory)
+        self._make_room(len(record), free)
+        if episode.num_bytes > self._most_in_a_part(free):
+            self._finish(key, episode, "continued")
+        try:
+            self._append(key, episode, record)
+        except FileNotFoundError:  # somebody deleted the part
+            self._forget(key[0], episode.path)
+            episode.path = None
+            self._append(key, episode, record)
         episode.num_steps += 1
         self.num_steps += 1
-        if self.num_steps % _CHECK_DISK_EVERY == 0:
-            self._make_room()
 
     def end(self, key: SessionKey, reason: str) -> None:
-        """Close an episode, if it has a file."""
-        if key in self._open:
-            self._finish(key, reason)
+        """End an episode, if there is one."""
+        episode = self._episodes.pop(key, None)
+        if episode is not None:
+            self._finish(key, episode, reason)
 
     def close(self, reason: str) -> None:
-        """Close every episode, as well as the disk allows."""
-        for key in list(self._open):
-            try:
-                self._finish(key, reason)
-            except OSError:
-                continue  # the disk is what made us stop; the steps before are safe
+        """End every episode, as well as the disk allows."""
+        for key in list(self._episodes):
+            with suppress(OSError):  # the disk is what made us stop; the steps before are safe
+                self.end(key, reason)
         self._lock.close()
 
-    def _begin(
-        self, key: SessionKey, wall_s: float, at_s: float, before: _OpenEpisode | None = None
-    ) -> _OpenEpisode:
-        self._make_room()
-        while len(self._open) >= self.max_open_files:
-            self._finish(next(iter(self._open)), "idle")
+    def _begin(self, key: SessionKey, wall_s: float, at_s: float) -> _Episode:
+        while len(self._episodes) >= self.max_episodes:
+            self.end(next(iter(self._episodes)), "idle")
+        episode = self._episodes[key] = _Episode(at_s, wall_s)
+        return episode
+
+    def _append(self, key: SessionKey, episode: _Episode, record: bytes) -> None:
+        """Write a record to the episode's part, or to a new one, whole or not at all."""
+        if episode.path is not None:
+            with self.open_file(episode.path, False) as file:
+                append_whole(file, record)
+        else:
+            record = self._begin_part(key, episode, record)
+        episode.num_bytes += len(record)
+        self.num_bytes += len(record)
+        self._count(key[0], episode.path, len(record))
+
+    def _begin_part(self, key: SessionKey, episode: _Episode, record: bytes) -> bytes:
+        """Write the start of a part and its first record, and return both."""
         caller, session_id = key
         header = EpisodeHeader(
             session_id=session_id,
-            started_at=wall_s,
+            started_at=episode.started_at,
             policy="" if self.info is None else self.info.policy,
             caller=caller,
-            part=0 if before is None else before.header.part + 1,
+            part=episode.num_parts,
             details={} if self.info is None else _details(self.info),
         )
+        start = encode_header(header)
         self._number += 1
         path = self.directory / _file_name(header, self._number)
-        file = self.open_file(path)
-        started_s = at_s if before is None else before.started_s
-        num_steps = 0 if before is None else before.num_steps
-        episode = _OpenEpisode(file, path, header, started_s, num_steps)
         try:
-            self._append(episode, encode_header(header))
+            with self.open_file(path, True) as file:
+                append_whole(file, start)
+                append_whole(file, record)
         except OSError:
-            file.close()
-            path.unlink(missing_ok=True)  # half a header is nothing that could be read
+            path.unlink(missing_ok=True)  # a part without a step is of no use
             raise
-        self._open[key] = episode
-        return episode
+        episode.path, episode.num_bytes = path, 0
+        episode.num_parts += 1
+        return start + record
 
-    def _append(self, episode: _OpenEpisode, record: bytes) -> None:
-        """Write a record whole or not at all."""
-        append_whole(episode.file, record)
-        episode.num_bytes += len(record)
-        self.total_bytes += len(record)
-        self.num_bytes += len(record)
+    def _finish(self, key: SessionKey, episode: _Episode, reason: str) -> None:
+        """Close the episode's part; its next step begins another one."""
+        if episode.path is not None:
+            with suppress(FileNotFoundError):  # somebody deleted it
+                self._append(key, episode, encode_end(reason))
+            episode.path, episode.num_bytes = None, 0
 
-    def _finish(self, key: SessionKey, reason: str) -> None:
-        episode = self._open.pop(key)
-        with episode.file:
-            self._append(episode, encode_end(reason))
+    def _most_in_a_part(self, free: int) -> int:
+        """Return the bytes of a part: small where there is little room, as parts go as a whole."""
+        room = min(self.max_total_bytes, self.total_bytes + free - self.min_free_bytes)
+        return min(self.max_file_bytes, room // PARTS_IN_ROOM)
 
-    def _make_room(self) -> None:
-        """Delete the oldest closed recordings beyond the cap; refuse to fill the disk."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        if self.total_bytes > self.max_total_bytes:
-            writing = {episode.path for episode in self._open.values()}
-            for path in self._existing():
-                if self.total_bytes <= self.max_total_bytes:
-                    break
-                if path not in writing:
-                    self.total_bytes -= _num_bytes(path)
-                    path.unlink(missing_ok=True)
-            if self.total_bytes > self.max_total_bytes:
-                raise OSError(
-                    f"{self.directory}: the open recordings alone take more than "
-                    f"{self.max_total_bytes} bytes"
+    def _make_room(self, num_bytes: int, free: int) -> None:
+        """Delete the oldest recordings until so many more bytes are allowed, or `NoRoomError`."""
+        lacking = self.min_free_bytes + num_bytes - free
+        while lacking > 0 or self.total_bytes + num_bytes > self.max_total_bytes:
+            if not self.total_bytes:
+                raise NoRoomError(
+                    f"{self.directory}: {free} bytes free, {self.min_free_bytes} are to be kept "
+                    f"free; a step takes {num_bytes} of {self.max_total_bytes} bytes"
                 )
-        self._keep_free(self.directory)
+            lacking -= self._delete_oldest()
 
-    def _keep_free(self, where: int | Path, num_bytes: int = 0) -> None:
-        """Raise `OSError` where so many more bytes would leave less than is to be kept free."""
-        free = self.num_free(where)
-        if free - num_bytes < self.min_free_bytes:
-            raise OSError(
-                f"{self.directory}: {free} bytes free, {self.min_free_bytes} are to be kept free"
-            )
+    def _delete_oldest(self) -> int:
+        """Delete the oldest part of whoever has the most, and return the bytes that it had."""
+        caller, files = max(self._callers.items(), key=lambda one: one[1].total)
+        writing = {one.path: one for one in self._episodes.values()}
+        path = next((one for one in files.sizes if one not in writing), next(iter(files.sizes)))
+        num_bytes = _num_bytes(path)
+        path.unlink(missing_ok=True)
+        self._forget(caller, path)
+        if path in writing:
+            writing[path].path, writing[path].num_bytes = None, 0
+        return num_bytes
+
+    def _count(self, caller: str, path: Path | None, num_bytes: int) -> None:
+        if path is not None:
+            files = self._callers.setdefault(caller, _CallersFiles())
+            files.sizes[path] = files.sizes.get(path, 0) + num_bytes
+            files.total += num_bytes
+            self.total_bytes += num_bytes
+
+    def _forget(self, caller: str, path: Path | None) -> None:
+        files = self._callers.get(caller)
+        if files is not None and path in files.sizes:
+            num_bytes = files.sizes.pop(path)
+            files.total -= num_bytes
+            self.total_bytes -= num_bytes
+            if not files.sizes:
+                del self._callers[caller]
 
     def _existing(self) -> list[Path]:
         """Return all recordings, the oldest first, whatever the clock said when."""
@@ -214,6 +266,14 @@ def _number_of(path: Path) -> int:
     """Return the number in a recording's name, 0 for those of earlier servers without one."""
     found = _NUMBERED.match(path.name)
     return int(found[1]) if found else 0
+
+
+def _caller_of(path: Path) -> str:
+    """Return whose recording a file is; nobody's where that is not readable."""
+    try:
+        return read_header(path).caller
+    except (OSError, RecordingError):
+        return ""
 
 
 def _num_bytes(path: Path) -> int:

@@ -1,7 +1,8 @@
 """Writes answered frames to disk beside the serving: one thread, a bounded queue, no robot waits.
 
-A disk that fails or fills stops the recording with a metric and a reason; serving goes on. Under
-`/v1/admin/recording` administrators see how it goes, and switch it on and off.
+A disk that fails stops the recording with a metric and a reason, and serving goes on. Without room
+it waits until there is some. Under `/v1/admin/recording` administrators see how it goes, and switch
+it on and off.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ from deft_client.errors import MalformedMessageError, UnusableValueError
 from deft_client.recordings import RecordedStep
 from deft_client.types import ServerInfo
 from deft_server.http.gate import ADMIN_PREFIX
-from deft_server.recording.files import EpisodeFiles, SessionKey, locked
+from deft_server.recording.files import EpisodeFiles, NoRoomError, SessionKey, locked
 from deft_server.serving.events import Event, EventBus, SessionEnded
 from deft_server.serving.service import Service
 from deft_server.settings import SettingsError
@@ -41,14 +42,17 @@ class RecordingStatus:
     """What an operator wants to know."""
 
     is_on: bool
-    reason: str  # why it is off; empty while it is on
+    reason: str  # why it is off, or waits for room; empty while it is on
     steps: int
     bytes_written: int
     bytes_kept: int
 
 
 class SessionRecording:
-    """The recording of one server. `start` and `stop` may be called any number of times."""
+    """The recording of one server.
+
+    `start` and `stop` may be called any number of times, one at a time, on any thread.
+    """
 
     def __init__(
         self,
@@ -65,6 +69,7 @@ class SessionRecording:
         self._thread: Thread | None = None
         self._stop_listening: Callable[[], None] = lambda: None
         self._reason = "never started"
+        self._no_room = ""  # why nothing is written at the moment
         self._lock = Lock()
         self._waiting_bytes = 0  # under the lock
         counter = partial(Counter, registry=registry)
@@ -72,9 +77,11 @@ class SessionRecording:
         gauge.set_function(lambda: self._is_on)
         self._steps = counter("deft_recorded_steps", "Steps written to disk")
         self._bytes = counter("deft_recorded_bytes", "Bytes written to disk")
-        self._dropped = counter("deft_recording_dropped_steps", "Steps the disk was too slow for")
+        self._dropped = counter(
+            "deft_recording_dropped_steps", "Steps left out: a slow or full disk"
+        )
         self._stops = counter("deft_recording_stops", "Times the recording stopped", ("reason",))
-        for reason in ("switched off", "the disk", "the recorder"):
+        for reason in ("switched off", "no room", "the disk", "the recorder"):
             self._stops.labels(reason)  # from 0 on: an alert on `increase()` sees the first
 
     @property
@@ -83,24 +90,31 @@ class SessionRecording:
         files = self._files
         return RecordingStatus(
             is_on=self._is_on,
-            reason="" if self._is_on else self._reason,
+            reason=self._no_room if self._is_running else self._reason,
             steps=files.num_steps if files else 0,
             bytes_written=files.num_bytes if files else 0,
             bytes_kept=files.total_bytes if files else 0,
         )
 
     @property
-    def _is_on(self) -> bool:
+    def _is_running(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
+    @property
+    def _is_on(self) -> bool:
+        return self._is_running and not self._no_room
+
     def start(self) -> None:
-        """Record from now on. Raises `OSError` where the directory cannot be used."""
-        if self._is_on:
+        """Record from now on. Raises `OSError` where the directory cannot be used.
+
+        Blocks: it looks at every recording that is there.
+        """
+        if self._is_running:
             return
         files = self._files = self._open_files()
         queue = self._queue = Queue(_MAX_WAITING)
         self._waiting_bytes = 0
-        self._reason = "stopped unexpectedly"
+        self._reason, self._no_room = "stopped unexpectedly", ""
         self._thread = Thread(
             target=self._write_all, args=(files, queue), name="recording", daemon=True
         )
@@ -147,7 +161,11 @@ class SessionRecording:
             while (job := queue.get()) is not None:
                 if files.info is None:
                     files.info = self._info()
-                self._write(files, job)
+                try:
+                    self._write(files, job)
+                    self._no_room = ""
+                except NoRoomError as error:
+                    self._wait_for_room(str(error))
                 self._release(_num_bytes(job))
         except OSError as error:
             reason = f"the disk failed: {error}"
@@ -161,6 +179,14 @@ class SessionRecording:
             if files is self._files and self._thread is not None:  # and was not left behind
                 self._reason = reason
             self._stops.labels(reason.partition(" failed")[0]).inc()
+
+    def _wait_for_room(self, reason: str) -> None:
+        """Leave a step out; the next one tries again."""
+        self._dropped.inc()
+        if not self._no_room:
+            logger.error("recording waits for room: %s", reason)
+            self._stops.labels("no room").inc()
+        self._no_room = reason
 
     def _release(self, num_bytes: int) -> None:
         with self._lock:
@@ -220,6 +246,7 @@ def build_recording(service: Service) -> SessionRecording | None:
 def build_recording_router(recording: SessionRecording | None) -> APIRouter:
     """Return the routes around a recording, or those that say how to have one."""
     router = APIRouter()
+    switching = asyncio.Lock()
 
     def current_status() -> JSONResponse:
         if recording is None:
@@ -235,10 +262,11 @@ def build_recording_router(recording: SessionRecording | None) -> APIRouter:
         wanted = _wanted(await request.body())
         if recording is None:
             raise UnusableValueError("on", "start the server with --record DIR to record")
-        if wanted:
-            recording.start()
-        else:
-            await asyncio.to_thread(recording.stop)
+        async with switching:
+            try:
+                await asyncio.to_thread(recording.start if wanted else recording.stop)
+            except OSError as error:
+                raise UnusableValueError("on", f"cannot record: {error}") from error
         return current_status()
 
     path = f"{ADMIN_PREFIX}/recording"

@@ -8,8 +8,9 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from textwrap import shorten
 from typing import Protocol
 
@@ -23,6 +24,10 @@ from deft_server.settings import SettingsError
 
 LOOK_EVERY_S = 0.5
 TRIES = 2
+# So many answers of an older version in a row mean that it was deployed again, not that a
+# replica of it is still there in an update.
+BACK_AFTER_ANSWERS = 64
+MAX_VERSIONS = 8  # that are remembered; an update has two at a time
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +37,7 @@ class ReplicaLostError(Exception):
 
 
 class ReplicaHangsError(ReplicaLostError):
-    """A frame did not come back in time; another replica would hardly be quicker."""
+    """A frame's replica was ended after long work on it; it might end another one, too."""
 
 
 class Cluster(Protocol):
@@ -45,7 +50,10 @@ class Cluster(Protocol):
         """Ask a replica for the version of its policy, and what a server has to know of it."""
 
     async def answer(self, ask: ActRequest, state: FrontState) -> ReplicaAnswer:
-        """Have a replica that has a place answer a frame, or raise `ReplicaLostError`."""
+        """Have a replica that has a place answer a frame, or raise `ReplicaLostError`.
+
+        Cancelling the call has the replica drop the frame.
+        """
 
     def count(self) -> int:
         """Return how many replicas are running. Blocks."""
@@ -63,20 +71,37 @@ class ReplicaHost:
         self._cluster = cluster
         self._listener = listener
         self._loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._policy: HostedPolicy  # that the replicas have, once one was asked
-        self._version = ""
+        self._watching: asyncio.Task[None] | None = None
+        self._answering: dict[Request, asyncio.Task[tuple[Outcome, list[FailedCall]]]] = {}
+        self._is_stopping = False
+        self._policies: dict[str, HostedPolicy] = {}  # by version, the oldest first
+        self._version = ""  # the one that the server says it has
+        self._num_of_others = 0  # answers of other versions since one of this
         self._count = 0
         self._name = uuid.uuid4().hex
 
+    @property
+    def progress(self) -> str:
+        """What is waited for: replicas say nothing while they load."""
+        return "waiting for a replica to load it"
+
     def start(self) -> None:
         """Begin to find the replicas."""
-        self._run(self._watch())
+        self._watching = self._loop.create_task(self._watch())
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Send each frame to whichever replica has a place."""
         for request in requests:
-            self._run(self._answer(request))
+            task = self._loop.create_task(self._outcome(request))
+            self._answering[request] = task
+            started_s = time.perf_counter()
+            task.add_done_callback(partial(self._ended, request, started_s))
+
+    def give_up(self, request: Request) -> None:
+        """Have the replica drop a frame, if it has it."""
+        task = self._answering.get(request)
+        if task is not None:
+            task.cancel()
 
     def stop(self, timeout_s: float) -> bool:
         """Let go of the cluster; frames are no longer waited for."""
@@ -85,13 +110,11 @@ class ReplicaHost:
         return True
 
     def _cancel(self) -> None:
-        for task in self._tasks:
+        self._is_stopping = True
+        for task in self._answering.values():
             task.cancel()
-
-    def _run(self, work: Coroutine[object, object, None]) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        if self._watching is not None:
+            self._watching.cancel()
 
     async def _watch(self) -> None:
         """Connect, then tell the scheduler whenever the number of replicas changes."""
@@ -99,7 +122,8 @@ class ReplicaHost:
             await asyncio.to_thread(self._cluster.connect)
             version, policy = await self._cluster.look()
             self._count = await asyncio.to_thread(self._cluster.count)
-            self._learn(version, policy)
+            self._policies[version] = policy
+            self._show(version)
         except (SettingsError, PolicyError, ReplicaLostError) as error:
             logger.error("the replicas could not be started: %s", error)
             self._listener.policy_broken(self, error)
@@ -119,18 +143,44 @@ class ReplicaHost:
                 self._count = count
                 self._tell()
 
-    def _learn(self, version: str, policy: HostedPolicy) -> None:
-        """Tell what the policy is now, before an answer of it is let out."""
-        self._version, self._policy = version, policy
+    def _policy_of(self, answer: ReplicaAnswer, known: Mapping[str, HostedPolicy]) -> HostedPolicy:
+        """Return the policy that answered, and take in what its answer tells of versions.
+
+        During an update replicas of two versions answer. The server says that it has the newer.
+        """
+        policy = self._policies.get(answer.version) or answer.policy or known[answer.version]
+        is_new = answer.version not in self._policies
+        self._policies[answer.version] = policy
+        if len(self._policies) > MAX_VERSIONS:
+            del self._policies[next(iter(self._policies))]
+        is_other = answer.version != self._version
+        self._num_of_others = self._num_of_others + 1 if is_other else 0
+        if is_new or self._num_of_others == BACK_AFTER_ANSWERS:
+            self._show(answer.version)
+        return policy
+
+    def _show(self, version: str) -> None:
+        self._version, self._num_of_others = version, 0
         self._tell()
 
     def _tell(self) -> None:
         logger.info("%d replicas of version %s", self._count, shorten(self._version, 80))
-        self._listener.policy_loaded(self, self._policy, self._count)
+        self._listener.policy_loaded(self, self._policies[self._version], self._count)
 
-    async def _answer(self, request: Request) -> None:
-        started_s = time.perf_counter()
-        request.outcome, failures = await self._outcome(request)
+    def _ended(
+        self,
+        request: Request,
+        started_s: float,
+        task: asyncio.Task[tuple[Outcome, list[FailedCall]]],
+    ) -> None:
+        del self._answering[request]
+        if self._is_stopping:
+            return
+        failures: list[FailedCall] = []
+        if task.cancelled():
+            request.num_tries += 1
+        else:
+            request.outcome, failures = task.result()
         request.service_s = time.perf_counter() - started_s  # with the journey
         self._listener.round_ended(self, [request], failures)
 
@@ -140,17 +190,18 @@ class ReplicaHost:
         num_waiting = self._listener.num_batches_waiting
         for _ in range(TRIES):
             left_s = request.deadline_s - time.monotonic()
-            state = FrontState(self._name, self._version, num_waiting, left_s)
+            known = dict(self._policies)
+            state = FrontState(self._name, tuple(known), num_waiting, left_s)
             try:
                 returned = await self._cluster.answer(ask, state)
-                if returned.policy is not None and returned.version != self._version:
-                    self._learn(returned.version, returned.policy)
+                request.answered_by = self._policy_of(returned, known)
                 request.replica, request.size = returned.replica, returned.size
-                request.num_tries = returned.num_tries
+                request.num_tries += returned.num_tries
                 failures = [FailedCall(kind, returned.size) for kind in returned.failures]
                 return returned.unpacked(), failures
             except ReplicaLostError as error:
                 reason = str(error)
+                request.num_tries += 1
                 logger.warning("a frame was lost: %s", reason)
                 if isinstance(error, ReplicaHangsError):
                     break

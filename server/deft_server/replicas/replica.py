@@ -23,11 +23,11 @@ BACKLOG_FRESH_S = 5.0
 
 @dataclass(frozen=True)
 class FrontState:
-    """What a front says with a frame: the version it knows, how many batches wait there, and for
-    how many seconds the answer is of use."""
+    """What a front says with a frame: the versions it knows, how many batches wait there, and
+    for how many seconds the answer is of use."""
 
     front: str
-    version: str
+    versions: tuple[str, ...]
     num_batches: float
     left_s: float = math.inf
 
@@ -116,7 +116,7 @@ class Replica:
         except RequestError as error:
             request.outcome = error
         outcome = request.outcome or DeadlineError("no answer was ready at the deadline")
-        known = None if state.version == self.version else self.facts
+        known = None if self.version in state.versions else self.facts
         size = max(1, request.size)
         return ReplicaAnswer(
             self._name,

@@ -217,7 +217,10 @@ class Access:
     def require_admin(self, caller: Caller) -> None:
         """Raise `ForbiddenError` unless the caller's key is an administrator's."""
         if not caller.is_admin:
-            raise ForbiddenError("needs a key marked `admin = true` in the server's key file")
+            raise ForbiddenError(
+                "needs a key marked `admin = true` in the server's key file; without a key file it "
+                "works on the server's own machine alone, where --host is a loopback address"
+            )
 
     def admit_frame(self, caller: Caller, now_s: float) -> float:
         """Count one frame of a caller, and return the seconds it must wait for its turn.

@@ -19,6 +19,7 @@ from deft_client.types import ActOptions, Observation, ServerInfo
 from deft_policies.base import ActionLimits, LimitedPolicy, Policy, SteppedPolicy
 from deft_policies.errors import PolicyError
 from deft_policies.model.statistics import find_statistics_key
+from deft_policies.progress import describe_progress
 from deft_server.serving.request import FailedCall, Request
 from deft_server.serving.rounds import Rounds
 from deft_server.settings import SettingsError
@@ -90,11 +91,18 @@ class PolicyHost(Protocol):
     def last_round_s(self) -> float | None:
         """When the last round ended, monotonic; None where hangs are ended elsewhere."""
 
+    @property
+    def progress(self) -> str:
+        """What is done just now to have the policy; empty where that is not known."""
+
     def start(self) -> None:
         """Begin to load the policy and warm it; must not wait."""
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Have frames answered; no more are given at a time than the queue has places."""
+
+    def give_up(self, request: Request) -> None:
+        """Nobody waits for this frame any more; it may have come back long ago."""
 
     def stop(self, timeout_s: float) -> bool:
         """Finish what is in hand, for so long, and end; return whether the policy ended.
@@ -135,6 +143,11 @@ class PolicyThread:
         # A daemon, because a policy that hangs can only be left behind, never stopped.
         self._thread = Thread(target=self._run, name="policy", daemon=True)
 
+    @property
+    def progress(self) -> str:
+        """What the policy's thread does to load it."""
+        return describe_progress()
+
     def start(self) -> None:
         """Begin to load."""
         self._thread.start()
@@ -142,6 +155,9 @@ class PolicyThread:
     def submit(self, requests: Sequence[Request]) -> None:
         """Have frames join before the next round; the listener hears of their answers."""
         self._joining.put(requests)
+
+    def give_up(self, request: Request) -> None:
+        """Nothing to do: before each round the thread looks which frames are given up."""
 
     def stop(self, timeout_s: float) -> bool:
         """End after the round in hand; a thread that does not is left behind."""

@@ -1,6 +1,7 @@
 """Where the server is in its life, and when a policy that was lost is loaded again."""
 
 from collections import Counter
+from collections.abc import Callable
 from enum import Enum
 from operator import itemgetter
 from typing import Literal
@@ -45,6 +46,7 @@ class Readiness:
         self._unready_after = unready_after
         self._phase = ServerPhase.LOADING
         self._detail = ""
+        self.progress: Callable[[], str] = lambda: ""  # what is done while the policy loads
         self._in_a_row: Counter[Trouble] = Counter()
 
     @property
@@ -55,7 +57,10 @@ class Readiness:
     @property
     def sentence(self) -> str:
         """The phase in words, with what is known about its cause."""
-        return f"{_SENTENCES[self._phase]}{self._detail and ': '}{self._detail}"
+        detail = self._detail
+        if self._phase is ServerPhase.LOADING:
+            detail = "; ".join(one for one in (detail, self.progress()) if one)
+        return f"{_SENTENCES[self._phase]}{detail and ': '}{detail}"
 
     def enter(self, phase: ServerPhase, detail: str = "") -> None:
         """Go to another phase, unless the server is stopping already."""

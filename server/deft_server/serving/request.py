@@ -7,11 +7,14 @@ answer: the scheduler passes it on to whoever waits.
 import math
 import time
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from deft_client.types import ActOptions, Observation
 from deft_policies.base import ActAnswer, ActRequest, OnActions
 from deft_server.serving.sessions import RobotSession
+
+if TYPE_CHECKING:
+    from deft_server.serving.hosting import HostedPolicy
 
 # Why a call of the policy did not answer; "lost" means that the replica did not come back.
 Failure = Literal["raised", "device", "request", "lost"]
@@ -59,6 +62,7 @@ class Request:
     num_tries: int = 0  # how often it began
     failures: list[Failure] = field(default_factory=list)  # of calls, perhaps because of it
     replica: str = "0"  # who answered, where there are several
+    answered_by: "HostedPolicy | None" = None  # where replicas may have another than the server
 
     @property
     def ask(self) -> ActRequest:

@@ -20,6 +20,7 @@ from deft_server.serving.request import FailedCall, Outcome, Request
 from deft_server.settings import Settings, SettingsError
 
 STOP_TIMEOUT_S = 5.0
+TELL_EVERY_S = 5.0  # what loading does
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class Scheduler:
         self._settled = asyncio.Event()
         self._host: PolicyHost
         self._restart: asyncio.TimerHandle | None = None
+        self._telling: asyncio.TimerHandle | None = None
         metrics.waiting.set_function(lambda: len(self.queue))
         metrics.in_flight.set_function(lambda: len(self._admission.in_flight))
         metrics.max_batch.set_function(lambda: self._admission.max_batch)
@@ -70,8 +72,21 @@ class Scheduler:
         """Begin to load the policy; call on the event loop."""
         self._loop = asyncio.get_running_loop()
         self._settled.clear()
-        self._host = self._new_host(self)
+        self._host = host = self._new_host(self)
+        self._readiness.progress = lambda: host.progress
         self._host.start()
+        if self._telling is not None:
+            self._telling.cancel()
+        self._tell_progress(time.monotonic())
+
+    def _tell_progress(self, began_s: float) -> None:
+        """Say in the log, as long as the policy loads, what is done."""
+        if self._readiness.phase is not ServerPhase.LOADING:
+            return
+        spent_s = time.monotonic() - began_s
+        if spent_s >= TELL_EVERY_S:
+            logger.info("%s (%.0f s so far)", self._readiness.sentence, spent_s)
+        self._telling = self._loop.call_later(TELL_EVERY_S, self._tell_progress, began_s)
 
     async def settled(self) -> None:
         """Wait until the policy is loaded, or is known not to load."""
@@ -96,7 +111,8 @@ class Scheduler:
         finally:
             del self._answers[request]
             request.is_given_up = True
-            self.queue.remove(request)
+            if not self.queue.remove(request):
+                self._host.give_up(request)
             for timer in timers:
                 timer.cancel()
 
@@ -112,8 +128,9 @@ class Scheduler:
         is_idle = not self._admission.in_flight
         self._fail_all(NotReadyError("the server is stopping"))
         self._hang_watch.stop()
-        if self._restart is not None:
-            self._restart.cancel()
+        for timer in (self._restart, self._telling):
+            if timer is not None:
+                timer.cancel()
         patience_s = STOP_TIMEOUT_S if is_idle else 0.0
         if not await asyncio.to_thread(self._host.stop, patience_s):
             logger.warning("the policy is left behind: it is still busy")

@@ -16,6 +16,7 @@ from importlib.metadata import version
 import numpy as np
 from numpy.typing import NDArray
 
+from deft_client.commands.methods import by_own_name
 from deft_client.types import (
     ActionChunk,
     ActOptions,
@@ -113,8 +114,11 @@ class Service:
         caller: Caller,
         arrived_s: float | None = None,
         on_actions: OnActions | None = None,
+        is_peers: bool = False,
     ) -> ActionChunk:
         """Answer one admitted frame; `arrived_s`, monotonic, is when its last byte was here.
+
+        `is_peers` says that it is of another project's client, which sends what it always sends.
 
         `on_actions` is called on the event loop with those that are final so far, where the policy
         tells of them; whatever it has not told is in the answer.
@@ -124,9 +128,12 @@ class Service:
         call gives up the frame's place in the line.
         """
         now_s = time.monotonic()
+        if options.decoding is not None:
+            own_name = by_own_name(options.decoding)
+            options = replace_unchecked(options, {"decoding": own_name})
         try:
             policy = self.policy
-            self._check(observation, options, caller)
+            self._check(observation, options, caller, is_peers)
             policy.check(observation, options)
         except (ServerError, PolicyError) as error:
             self.metrics.count_outcome(caller.name, error)
@@ -136,13 +143,14 @@ class Service:
             request.on_actions = self._checking(on_actions, policy, options)
         try:
             answer = await self.scheduler.submit(request)
-            # Replicas may have another policy by now, and the answer is then that one's.
-            changes = self._safety_of(answer, self.scheduler.policy or policy, options)
+            changes = self._safety_of(answer, request.answered_by or policy, options)
         except (ServerError, PolicyError) as error:
             self.metrics.count_outcome(caller.name, error)
             self._publish(request, error=error)
             raise
         changes["timings"] = self._timings(answer, request, now_s)
+        if note := self._note_on(observation.instruction, caller):
+            changes["notes"] = (note,)
         if self.events.has_listeners:
             self._publish(request, chunk=replace_unchecked(answer, changes))
         changes |= _unwanted(options)
@@ -185,31 +193,50 @@ class Service:
         versions = {**self._versions, **policy.info.versions}
         self.last_info = replace(policy.info, versions=versions)
 
-    def _check(self, observation: Observation, options: ActOptions, caller: Caller) -> None:
+    def _check(
+        self, observation: Observation, options: ActOptions, caller: Caller, is_peers: bool
+    ) -> None:
         """Refuse what the settings do not allow, and what no policy could answer."""
         for name in ("decoding", "radius"):
             if getattr(options, name) is not None and not self.settings.allow_options:
                 raise RequestError(name, f"{name} is fixed by this server; leave it out")
         if not observation.instruction.strip():
             raise RequestError("instruction", "it is empty; say what is to be done")
-        self._check_inputs(observation, caller)
+        self._check_inputs(observation, caller, is_peers)
 
-    def _check_inputs(self, observation: Observation, caller: Caller) -> None:
+    def _check_inputs(self, observation: Observation, caller: Caller, is_peers: bool) -> None:
         """Refuse what the policy does not look at, or say in the log that it is not looked at."""
+        settings, known = self.settings, self.last_info.cameras
         for name, reason in self.last_info.unread(observation).items():
-            if self.settings.strict_inputs:
+            if settings.strict_inputs:
                 raise RequestError(name, f"{reason}; leave it out")
-            known = (caller.owner, name)
-            if known not in self._warned and len(self._warned) < _MOST_WARNED:
-                self._warned.add(known)
-                logger.warning("frames of %s have %s: %s (said once)", *known, reason)
+            if name == "cameras" and known and not (is_peers or settings.ignore_cameras):
+                raise RequestError(
+                    name,
+                    f"{reason}; it knows {', '.join(known)}. Leave the others out, or start the "
+                    "server with --ignore-cameras",
+                )
+            self._warn_once(caller, name, reason)
+
+    def _note_on(self, instruction: str, caller: Caller) -> str:
+        """Return what there is to say of an instruction; the log says it once for each caller."""
+        note = self.last_info.untrained(instruction)
+        if note:
+            self._warn_once(caller, "an unknown instruction", note)
+        return note
+
+    def _warn_once(self, caller: Caller, what: str, reason: str) -> None:
+        known = (caller.owner, what)
+        if known not in self._warned and len(self._warned) < _MOST_WARNED:
+            self._warned.add(known)
+            logger.warning("frames of %s have %s: %s (said once)", *known, reason)
 
     def _asked(self, options: ActOptions) -> ActOptions:
         """Ask for trace and text when somebody watches, even if the caller wants neither.
 
         Not for the text where the policy would not write it otherwise.
         """
-        if not self.events.has_listeners:
+        if not self.events.wants_traces:
             return options
         wants_text = options.want_reasoning or not self.last_info.thinks_when_asked
         return replace_unchecked(options, {"want_trace": True, "want_reasoning": wants_text})
@@ -316,7 +343,10 @@ class Service:
 def _unwanted(options: ActOptions) -> dict[str, object]:
     """Return what leaves out of an answer what only whoever watches asked for."""
     wanted = {"trace": options.want_trace, "reasoning": options.want_reasoning}
-    return {name: None for name, is_wanted in wanted.items() if not is_wanted}
+    unwanted: dict[str, object] = {
+        name: None for name, is_wanted in wanted.items() if not is_wanted
+    }
+    return unwanted if options.want_notes else {**unwanted, "notes": ()}
 
 
 def checked_actions(

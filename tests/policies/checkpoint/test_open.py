@@ -3,6 +3,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from deft_policies.checkpoint.config import load_config
 from deft_policies.checkpoint.open import (
     check_memory,
     find_free_bytes,
+    hub_bytes,
+    is_hub_id,
     load_model,
     locate_checkpoint,
     weight_bytes,
@@ -242,6 +245,52 @@ def test_a_hub_id_offline_is_an_error_of_one_line(
     message = error_of(Path("openvla/openvla-7b"))
     assert message.startswith("openvla/openvla-7b")
     assert "local copy" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"),
+    [
+        ("openvla/openvla-7b", True),
+        ("/models/nonexistent", False),
+        ("./models/one", False),
+        ("../models", False),
+        ("~/models", False),
+        ("models", False),
+        ("a/b/c", False),
+    ],
+)
+def test_a_path_is_told_from_a_hub_id(name: str, is_one: bool) -> None:
+    assert is_hub_id(name) is is_one
+
+
+def test_what_lies_here_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "one").mkdir(parents=True)
+    assert not is_hub_id("models/one")
+
+
+class Hub:
+    """Knows one model, with a file that nobody needs."""
+
+    def model_info(self, name: str, files_metadata: bool, timeout: float) -> SimpleNamespace:
+        assert files_metadata
+        if name != "lab/arm":
+            raise OSError("404 Client Error")
+        files = {"a.safetensors": 3 * 2**30, "config.json": 700, "film.mp4": 2**40}
+        return SimpleNamespace(
+            siblings=[SimpleNamespace(rfilename=one, size=size) for one, size in files.items()]
+        )
+
+
+def test_of_a_hub_id_it_is_said_whether_it_is_there_and_how_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(hub, "HfApi", Hub)
+    assert hub_bytes("lab/arm") == 3 * 2**30 + 700
+    with pytest.raises(CheckpointError, match=r"lab/leg .*\(404 Client Error\)"):
+        hub_bytes("lab/leg")
 
 
 def test_too_little_memory_is_told_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,6 +88,24 @@ def test_a_missing_checkpoint_is_an_error(tmp_path: Path, capsys: pytest.Capture
     assert "give --checkpoint" in capsys.readouterr().out
 
 
+def test_a_path_that_is_not_there_is_no_hub_id(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """It was to be 'fetched from the hub' without an error, and the server then ended."""
+    flags = ["--device", "cpu", "--port", "0", "--checkpoint", str(tmp_path / "nothing")]
+    assert doctor.main(flags) == 1
+    assert f"there is no directory {tmp_path / 'nothing'}" in capsys.readouterr().out
+
+
+def test_a_model_of_the_hub_is_an_error_where_the_hub_is_not_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    flags = ["--device", "cpu", "--port", "0", "--checkpoint", "openvla/openvla-7b"]
+    assert doctor.main(flags) == 1
+    assert "openvla/openvla-7b is no directory here, and the hub" in capsys.readouterr().out
+
+
 def test_a_good_checkpoint_is_found_good(capsys: pytest.CaptureFixture[str]):
     tiny = Path(__file__).parents[2] / "golden" / "tiny_openvla"
     flags = ["--policy", "openvla", "--device", "cpu", "--port", "0", "--checkpoint", str(tiny)]

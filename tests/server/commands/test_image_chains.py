@@ -73,9 +73,13 @@ def test_a_chain_that_is_hardly_farther_is_not_called_wrong() -> None:
     near = rng.uniform(0.0, 0.1, 24)
     errors = {ImageChain.NONE: near, ImageChain.LIBERO: near + rng.normal(0, 0.05, 24)}
     worse = max(errors, key=lambda chain: float(errors[chain].mean()))
-    assert judge_chain(worse, errors, 0.3).verdict is Verdict.GOOD
+    found = judge_chain(worse, errors, 0.3)
+    assert found.verdict is Verdict.GOOD
+    assert f"do not tell yours, `{worse.value}`, from" in found.text
     errors = {ImageChain.NONE: near, ImageChain.LIBERO: near + rng.uniform(0.01, 0.02, 24)}
     assert judge_chain(ImageChain.LIBERO, errors, 0.3).verdict is Verdict.BAD
+    found = judge_chain(ImageChain.NONE, errors, 0.3)
+    assert found.text.endswith("Yours, `none`, is the nearest; the next is `libero`")
 
 
 def test_chains_that_are_no_better_than_not_looking_say_nothing() -> None:

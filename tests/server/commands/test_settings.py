@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from deft_server.commands import serve
 from deft_server.commands.settings_sources import (
+    GROUPS,
     add_flags,
     build_settings,
     read_environment,
@@ -55,6 +56,11 @@ def test_every_kind_of_setting_can_be_a_flag():
     assert not settings.allow_options
     assert settings.keys_file == Path("k.toml")
     assert settings.cors_origins == ("http://a", "http://b")
+
+
+def test_the_help_shows_every_setting_in_one_group():
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(Settings.model_fields)
 
 
 def test_settings_cannot_be_changed():

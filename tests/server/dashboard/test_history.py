@@ -18,11 +18,14 @@ from deft_client.types import (
 from deft_policies.errors import NoActionError
 from deft_server.dashboard import history as history_module
 from deft_server.dashboard.history import (
+    KEPT_S,
     MAX_CAMERAS,
     MAX_POINTS,
     MAX_SESSIONS,
     PICTURE_SIDE,
+    TICK_S,
     UNNAMED,
+    UNWATCHED_SIDE,
     WINDOW_S,
     History,
     PassCounts,
@@ -30,6 +33,7 @@ from deft_server.dashboard.history import (
     counts_of,
 )
 from deft_server.dashboard.pages import thought_fields
+from deft_server.errors import DeadlineError
 from deft_server.serving.events import FinishedAction, SessionEnded
 from tests.server.dashboard.talkative import TalkativePolicy
 
@@ -169,7 +173,7 @@ def test_a_session_knows_its_pace() -> None:
     assert session.rate_hz(now_s=60.0) == 0
 
 
-def test_pictures_are_reduced_counted_and_let_go_with_their_session() -> None:
+def test_pictures_are_reduced_and_bounded_and_outlive_their_session() -> None:
     def frame() -> Observation:
         image = np.zeros((2000, 1500, 3), np.uint8)
         return Observation(image, "lift", {f"camera-{number}": image for number in range(8)})
@@ -185,8 +189,50 @@ def test_pictures_are_reduced_counted_and_let_go_with_their_session() -> None:
     assert list(last.pictures) == ["", "camera-0", "camera-1"]
     assert all(max(one.shape) <= PICTURE_SIDE for one in last.pictures.values())
     history.note(SessionEnded("lab", last.session_id), now_s=100.0)
-    assert not last.pictures
-    assert last.num_answers == 1
+    assert list(last.pictures) == ["", "camera-0", "camera-1"]
+    assert (last.num_answers, last.ended_s) == (1, 100.0)
+    history.note(finished(last.session_id), now_s=101.0)
+    assert last.ended_s is None
+
+
+def test_what_nobody_looks_at_is_kept_without_traces_and_in_small_pictures() -> None:
+    image = np.zeros((2000, 1500, 3), np.uint8)
+    trace = TalkativePolicy()._decode("relaxed")
+    history = History()
+    event = finished("arm", trace=trace, observation=Observation(image, "lift"))
+    history.note(event, now_s=1.0, is_watched=False)
+    (session,) = history.sessions.values()
+    assert session.trace is None
+    assert max(session.pictures[""].shape) <= UNWATCHED_SIDE
+    assert (session.points[0].total_ms, session.points[0].passes) == (10.0, 0)
+    history.note(event, now_s=2.0)
+    assert session.trace is trace
+    assert session.points[1].passes == trace.num_passes
+
+
+def test_late_frames_are_told_from_other_errors() -> None:
+    history = History()
+    for error in (DeadlineError("late"), DeadlineError("late"), ValueError("bad")):
+        history.note(finished("arm", error=error), now_s=1.0)
+    (session,) = history.sessions.values()
+    assert (session.num_late, session.num_errors) == (2, 3)
+
+
+def test_the_last_quarter_of_an_hour_is_remembered_and_no_more() -> None:
+    history = History()
+    for second in range(2000):
+        history.note(finished("steady", total_ms=float(second)), now_s=float(second))
+        if second == 1500:
+            history.note(finished("incident", error=DeadlineError("late")), now_s=float(second))
+        if second == 100:
+            history.note(finished("long ago"), now_s=float(second))
+    history.forget_old(now_s=2000.0)
+    assert set(history.sessions) == {"lab/steady", "lab/incident"}
+    assert len(history.timeline) == KEPT_S / TICK_S
+    assert history.timeline[0].start_s == 2000 - KEPT_S
+    assert [one.start_s for one in history.timeline if one.errors] == [1500.0]
+    assert {one.answers for one in history.timeline} == {5}
+    assert history.timeline[-1].slowest_ms == 1999.0
 
 
 def test_running_sums_agree_with_sums_over_the_window(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import numpy as np
@@ -21,6 +22,7 @@ from deft_server.dashboard import pages
 from deft_server.dashboard.history import MAX_SESSIONS, History
 from deft_server.dashboard.pages import MAX_VIEWERS, TOO_MANY, WRONG_KEY, Feed
 from deft_server.http import watches
+from deft_server.recording.files import EpisodeFiles
 from deft_server.settings import Settings
 from tests.server.dashboard.talkative import TalkativePolicy
 from tests.server.dashboard.test_history import finished
@@ -112,13 +114,44 @@ def test_an_unknown_asset_is_not_found(client: TestClient, name: str) -> None:
 
 def test_nobody_looking_costs_nothing(client: TestClient) -> None:
     service = client.app.service  # type: ignore[attr-defined]
-    assert not service.events.has_listeners
+    assert not service.events.wants_traces
     with client.websocket_connect("/dashboard/feed") as socket:
         socket.send_text("{}")
         news(socket, "overview")
-        assert service.events.has_listeners
+        assert service.events.wants_traces
     act(client)
-    assert not service.events.has_listeners
+    assert not service.events.wants_traces
+
+
+def test_without_a_dashboard_nothing_listens() -> None:
+    assert not build_app(Settings(dashboard=False)).service.events.has_listeners
+
+
+def test_whoever_opens_it_after_an_incident_sees_what_was(client: TestClient) -> None:
+    """It was blank: 'since this page was opened'."""
+    act(client, session_id="arm-9")
+    client.post("/v1/reset", json={"session_id": "arm-9"})
+    with client.websocket_connect("/dashboard/feed") as socket:
+        socket.send_text(json.dumps({"watch": "anonymous/arm-9"}))
+        first = json.loads(socket.receive_text())
+    (ended,) = [one for one in first["sessions"] if one["session_id"] == "arm-9"]
+    assert ended["ended_s"] >= 0
+    assert ended["thumbnail"].startswith("data:image/jpeg")
+    assert first["watched"]["frames"][""].startswith("data:image/jpeg")
+    assert len(first["watched"]["points"]) == 1
+    assert sum(answers for _, answers, _, _ in first["timeline"]) >= 1
+
+
+def test_the_timeline_is_sent_when_seconds_have_passed_and_not_with_every_frame() -> None:
+    now_s = [100.0]
+    feed = Feed(build_app().service, lambda: now_s[0])
+    feed.history.note(finished("arm"), now_s[0])
+    first = feed.timeline()
+    assert first == [[0.0, 1, 0, 10.0]]
+    now_s[0] += 1.0
+    assert feed.timeline() is first
+    now_s[0] += 5.0
+    assert feed.timeline() == [[6.0, 1, 0, 10.0]]
 
 
 def test_a_viewer_sees_the_frame_the_action_and_the_trace(client: TestClient) -> None:
@@ -311,6 +344,48 @@ def test_the_dashboard_can_be_switched_off() -> None:
         assert client.get("/docs").status_code == 200
 
 
+def test_without_keys_recording_is_switched_on_the_servers_own_machine(tmp_path: Path) -> None:
+    """It took a key, so that a recording that a full disk had ended stayed off."""
+    path = "/v1/admin/recording"
+    settings = Settings(record=tmp_path / "out", record_min_free_bytes=0)
+    with client_of(build_app(settings), client=("127.0.0.1", 1)) as client:
+        for wanted in (False, True):
+            assert client.post(path, json={"on": wanted}).json()["is_on"] is wanted
+        there = {"origin": "http://elsewhere.example"}
+        assert client.post(path, json={"on": False}, headers=there).status_code == 403
+        for name in ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip"):
+            proxied = client.post(path, json={"on": False}, headers={name: "10.0.0.9"})
+            assert proxied.status_code == 403, name
+        assert client.get(path).json()["is_on"] is True
+
+
+@pytest.mark.parametrize(
+    ("address", "changes"),
+    [
+        ("10.0.0.9", {}),
+        ("127.0.0.1", {"host": "0.0.0.0", "allow_anyone": True}),
+        ("127.0.0.1", {"trusted_proxies": ("127.0.0.1",)}),
+    ],
+)
+def test_without_keys_nobody_is_an_administrator_where_others_reach_the_server(
+    address: str, changes: dict[str, Any]
+) -> None:
+    with client_of(build_app(Settings(**changes)), client=(address, 1)) as client:
+        assert client.get("/v1/admin/recording").status_code == 403
+
+
+def test_a_recording_that_cannot_be_switched_on_says_why(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    settings = Settings(record=folder, record_min_free_bytes=0)
+    path = "/v1/admin/recording"
+    with client_of(build_app(settings), client=("127.0.0.1", 1)) as client:
+        client.post(path, json={"on": False})
+        with EpisodeFiles(folder)._lock:
+            refused = client.post(path, json={"on": True})
+    assert refused.status_code == 422
+    assert "another server records here" in refused.json()["detail"]
+
+
 def test_recording_is_switched_by_an_administrator_only(tmp_path: Path) -> None:
     app = keyed_app(tmp_path)
     with client_of(app) as client:
@@ -350,5 +425,5 @@ def test_a_full_disk_stops_the_recording_and_not_the_serving(tmp_path: Path) -> 
             if "deft_recording 0.0" in page:
                 break
         assert "deft_recording 0.0" in page
-        assert 'deft_recording_stops_total{reason="the disk"} 1.0' in page
+        assert 'deft_recording_stops_total{reason="no room"} 1.0' in page
         assert act(client).status_code == 200

@@ -5,7 +5,7 @@ import json
 import struct
 import zlib
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 
 import msgpack
@@ -14,12 +14,13 @@ import pytest
 from fastapi.testclient import TestClient
 
 from deft_client.errors import NoActionError, problem_error
-from deft_client.types import ActOptions, Observation
+from deft_client.types import ActOptions, Observation, ServerInfo
 from deft_client.wire import json_codec, msgpack_codec
 from deft_client.wire.fields import ReadContext
 from deft_client.wire.images import ImageEncoding, encode_image
 from deft_client.wire.messages import ActMessage, has_pictures
 from deft_policies.constant import ConstantPolicy
+from deft_policies.errors import UnknownDecodingError
 from deft_server.app import create_app
 from deft_server.http.frame_bodies import decode_body
 from deft_server.serving.events import FinishedAction
@@ -353,6 +354,107 @@ def test_a_strict_server_refuses_what_the_policy_does_not_look_at():
         assert client.post("/v1/act", content=packed(), headers=MSGPACK).status_code == 200
     assert (refused.status_code, refused.json()["field"]) == (422, "cameras")
     assert "the policy does not look at left; leave it out" in refused.json()["detail"]
+
+
+@dataclass(eq=False)
+class TaughtPolicy(FakePolicy):
+    """Knows two instructions, and the method `autoregressive` alone."""
+
+    @property
+    def info(self) -> ServerInfo:
+        known = ("lift the cup", "Lift the Pan.")
+        return replace(super().info, instructions=known, decoding="autoregressive")
+
+    def check(self, observation: Observation, options: ActOptions) -> None:
+        if options.decoding not in (None, "autoregressive"):
+            raise UnknownDecodingError(options.decoding, ("autoregressive",))
+
+
+def test_an_instruction_that_the_policy_was_not_taught_is_answered_with_a_note(
+    caplog: pytest.LogCaptureFixture,
+):
+    """'Make me a coffee' moved the arm without a word."""
+    asked = ActOptions(want_notes=True)
+    with client_of(create_app(TaughtPolicy())) as client:
+        for said, options, has_note in (
+            ("lift the cup", asked, False),
+            ("Lift  the cup.", asked, False),
+            ("lift the pan", asked, False),
+            ("make me a coffee", asked, True),
+            ("make me a coffee", ActOptions(), False),
+        ):
+            body = packed(options, frame(instruction=said))
+            answer = client.post("/v1/act", content=body, headers=MSGPACK)
+            notes = msgpack_codec.decode_answer(answer.content).notes
+            known = ("the instruction is not among the 2 that the policy was trained on",)
+            assert notes == (known if has_note else ()), said
+    lines = [one for one in caplog.messages if "said once" in one]
+    assert len(lines) == 1
+    assert "an unknown instruction: the instruction is not among the 2" in lines[0]
+
+
+def test_a_policy_that_says_nothing_of_its_training_has_no_notes(client: TestClient):
+    body = packed(ActOptions(want_notes=True))
+    answer = client.post("/v1/act", content=body, headers=MSGPACK)
+    assert msgpack_codec.decode_answer(answer.content).notes == ()
+
+
+def test_plain_is_a_name_for_autoregressive_decoding():
+    with client_of(create_app(TaughtPolicy())) as client:
+        statuses = [
+            client.post("/v1/act", content=packed(ActOptions(decoding=name)), headers=MSGPACK)
+            for name in ("plain", "autoregressive", "plainly")
+        ]
+    assert [one.status_code for one in statuses] == [200, 200, 422]
+
+
+@dataclass(eq=False)
+class WristPolicy(FakePolicy):
+    """Looks at the frame and at a wrist camera."""
+
+    @property
+    def info(self) -> ServerInfo:
+        return replace(super().info, num_pictures=2, cameras=("image", "wrist"))
+
+
+def test_a_camera_that_the_policy_does_not_look_at_is_refused_unless_that_is_allowed():
+    """A `gripper_cam` was ignored, with a line in the server's log alone."""
+    picture = frame().image
+    for names, settings, status in (
+        (("wrist",), Settings(), 200),
+        (("left_wrist",), Settings(), 200),
+        (("gripper_cam",), Settings(), 422),
+        (("wrist", "front"), Settings(), 422),
+        (("gripper_cam",), Settings(ignore_cameras=True), 200),
+    ):
+        seen = replace(frame(), cameras=dict.fromkeys(names, picture))
+        with client_of(create_app(WristPolicy(), settings)) as client:
+            answer = client.post("/v1/act", content=packed(observation=seen), headers=MSGPACK)
+            assert client.get("/v1/info").json()["cameras"] == ["image", "wrist"]
+        assert answer.status_code == status, names
+        if status == 422:
+            assert answer.json()["field"] == "cameras"
+            assert "it knows image, wrist" in answer.json()["detail"]
+            assert "--ignore-cameras" in answer.json()["detail"]
+
+
+@dataclass(eq=False)
+class BlinkeredPolicy(FakePolicy):
+    """Looks at the frame alone, and says so."""
+
+    @property
+    def info(self) -> ServerInfo:
+        return replace(super().info, cameras=("image",))
+
+
+def test_a_peers_client_may_send_cameras_that_the_policy_does_not_look_at():
+    picture = frame().image
+    data = base64.b64encode(picture.tobytes()).decode()
+    wire = {"__numpy__": data, "dtype": "uint8", "shape": list(picture.shape)}
+    fields = {"full_image": wire, "instruction": "lift", "wrist_image": wire}
+    with client_of(create_app(BlinkeredPolicy(), Settings(profile="oft"))) as client:
+        answer = client.post("/act", json=fields)
+    assert answer.status_code == 200, answer.text
 
 
 def test_a_request_id_is_kept_if_it_is_harmless_and_replaced_if_not(client: TestClient):

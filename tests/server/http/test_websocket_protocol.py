@@ -162,6 +162,25 @@ def test_a_connection_that_fails_before_its_handshake_is_closed():
     assert asyncio.run(send_too_much())
 
 
+@pytest.mark.parametrize(
+    "extra", [b"Content-Length: 5\r\n\r\nhello", b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n"]
+)
+def test_a_handshake_with_a_body_is_answered(extra: bytes):
+    """It was closed without a word."""
+
+    async def send() -> tuple[bytes, bool]:
+        protocol, wire, client = _built(_accept, bounds_of())
+        protocol.data_received(b"".join(client.data_to_send()).removesuffix(b"\r\n") + extra)
+        return wire.written, wire.is_closed
+
+    written, is_closed = asyncio.run(send())
+    head, _, body = written.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert b"retry-after" not in head
+    assert body == b"this is no handshake of a WebSocket, which is a GET without a body\n"
+    assert is_closed
+
+
 def test_text_that_is_not_utf8_closes_the_connection_without_a_traceback(
     caplog: pytest.LogCaptureFixture,
 ):

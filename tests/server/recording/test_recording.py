@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from deft_client.recordings import Ending, RecordedStep, find_episodes
+from deft_client.datasets.formats import find_parts
+from deft_client.recordings import Ending, RecordedStep, find_episodes, read_header
 from deft_client.types import ActionChunk, ActOptions, Observation
 from deft_client.wire.images import ImageEncoding
 from deft_policies.constant import ConstantPolicy
-from deft_server.recording.files import EpisodeFiles, SessionKey, open_new
+from deft_server.recording.files import EpisodeFiles, SessionKey, open_file
 from deft_server.recording.writer import MAX_WAITING_BYTES, SessionRecording
 from deft_server.serving.events import EventBus, FinishedAction, SessionEnded
 from tests.recorded_episodes import read_episode
@@ -52,6 +53,13 @@ class Server:
 
     def metric(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(name, labels) or 0.0
+
+    def wait_for_steps(self, steps: int) -> None:
+        for _ in range(2000):
+            if self.recording.status.steps >= steps:
+                return
+            time.sleep(0.005)
+        raise AssertionError("the steps were not written")
 
     def wait_until_off(self) -> None:
         for _ in range(500):
@@ -170,10 +178,10 @@ def test_a_clock_set_back_does_not_make_the_newest_recordings_the_oldest(tmp_pat
             files.write(("lab", session), step, wall_s)
         files.close("stopped")
     files = files_in(tmp_path, max_total_bytes=2_500)()
-    files._make_room()
+    files._make_room(1_000, free=10**9)
     files.close("stopped")
-    (kept,) = find_episodes(tmp_path)
-    assert read_episode(kept).header.session_id == "after"
+    kept = find_episodes(tmp_path)
+    assert {read_episode(one).header.session_id for one in kept} == {"after"}
 
 
 def test_two_servers_do_not_record_into_one_folder(tmp_path: Path) -> None:
@@ -225,6 +233,13 @@ def test_what_waits_for_the_disk_is_bounded_by_bytes(tmp_path: Path) -> None:
     assert len(read_episode(episode).steps) == most
 
 
+def opened(kind: type[FileIO], path: Path, is_new: bool) -> FileIO:
+    open_file(path, is_new).close()
+    file = kind(path, "r+b")
+    file.seek(0, os.SEEK_END)
+    return file
+
+
 class SlowDisk(FileIO):
     """A file that takes a hundred bytes at a time."""
 
@@ -233,7 +248,7 @@ class SlowDisk(FileIO):
 
 
 def test_a_disk_that_takes_a_record_in_parts_gets_all_of_it(tmp_path: Path) -> None:
-    server = Server(files_in(tmp_path, open_file=lambda path: SlowDisk(_new(path), "wb")))
+    server = Server(files_in(tmp_path, open_file=partial(opened, SlowDisk)))
     server.recording.start()
     for step in range(3):
         server.events.publish(answered("arm", step))
@@ -257,7 +272,7 @@ class FullDisk(FileIO):
 
 def test_a_full_disk_stops_the_recording_and_keeps_every_whole_step(tmp_path: Path) -> None:
     FullDisk.room = 3_000
-    server = Server(files_in(tmp_path, open_file=lambda path: FullDisk(_new(path), "wb")))
+    server = Server(files_in(tmp_path, open_file=partial(opened, FullDisk)))
     server.recording.start()
     for step in range(10):
         server.events.publish(answered("arm", step))
@@ -277,36 +292,148 @@ def test_a_full_disk_stops_the_recording_and_keeps_every_whole_step(tmp_path: Pa
     assert len(find_episodes(tmp_path)) == 2
 
 
-def _new(path: Path) -> Path:
-    open_new(path).close()
-    return path
+class SmallDisk:
+    """A disk of so many bytes, which counts what lies in a folder; others may fill it, too."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self.folder, self.size, self.others, self.least_free = folder, size, 0, size
+
+    def num_free(self, where: Path) -> int:
+        files = [one for one in self.folder.rglob("*") if one.is_file()]
+        free = self.size - self.others - sum(one.stat().st_size for one in files)
+        self.least_free = min(self.least_free, free)
+        return free
 
 
-def test_the_last_of_the_disk_is_left_to_others(tmp_path: Path) -> None:
-    server = Server(files_in(tmp_path, min_free_bytes=10**18))
+def test_on_a_disk_that_others_fill_recording_waits_for_room_and_goes_on(tmp_path: Path) -> None:
+    """It stopped for good, although room was made a minute later."""
+    disk = SmallDisk(tmp_path, 10**9)
+    files = files_in(tmp_path, min_free_bytes=10_000, num_free=disk.num_free)
+    server = Server(files)
     server.recording.start()
-    server.events.publish(answered())
-    server.wait_until_off()
-    assert "kept free" in server.recording.status.reason
-
-
-def test_a_step_that_would_take_the_room_of_others_is_not_written(tmp_path: Path) -> None:
-    """Once room was looked for every 64 steps: large pictures filled the disk in between."""
-
-    def num_free(where: int | Path) -> int:
-        files = [one for one in tmp_path.rglob("*") if one.is_file()]
-        return 20_000 - sum(one.stat().st_size for one in files)
-
-    server = Server(files_in(tmp_path, min_free_bytes=10_000, num_free=num_free))
-    server.recording.start()
-    for step in range(60):
+    server.events.publish(answered("arm", 0))
+    server.wait_for_steps(1)
+    disk.others = disk.size
+    for step in (1, 2):
         server.events.publish(answered("arm", step))
     server.wait_until_off()
     assert "kept free" in server.recording.status.reason
-    assert num_free(tmp_path) > 10_000 - 500  # the end of the episode is written, with the reason
+    assert server.metric("deft_recording") == 0
+    disk.others = 0
+    server.events.publish(answered("arm", 3))
+    server.wait_for_steps(2)
+    assert server.recording.status.is_on
+    assert server.recording.status.reason == ""
+    server.recording.stop()
+    assert server.metric("deft_recording_stops_total", reason="no room") == 1
+    assert server.metric("deft_recording_dropped_steps_total") == 2
+    steps = [read_episode(path).steps for path in find_episodes(tmp_path)]
+    assert [[one.chunk.actions[0, 0] for one in part] for part in steps] == [[3]]
+
+
+def test_on_a_small_disk_the_oldest_goes_and_the_rest_is_left_to_others(tmp_path: Path) -> None:
+    """The cap of 20 GiB is never reached there, and recording stopped for good."""
+    disk = SmallDisk(tmp_path, 40_000)
+    server = Server(files_in(tmp_path, min_free_bytes=10_000, num_free=disk.num_free))
+    server.recording.start()
+    for step in range(160):
+        server.events.publish(answered("arm", step))
+    server.recording.stop()
+    assert server.recording.status.steps == 160
+    assert disk.least_free > 10_000 - 500  # ends of parts are written without looking
+    kept = [step.index for path in find_episodes(tmp_path) for step in read_episode(path).steps]
+    assert kept == list(range(kept[0], 160))
+    assert len(kept) > 10
+
+
+def test_sessions_that_are_never_reset_do_not_stop_the_recording(tmp_path: Path) -> None:
+    """Open recordings were never deleted: their sum beyond the cap was the end."""
+    server = Server(files_in(tmp_path, max_total_bytes=30_000))
+    server.recording.start()
+    for step in range(10):
+        for robot in range(16):
+            server.events.publish(answered(f"arm {robot}", step))
+    server.recording.stop()
+    assert server.recording.status.steps == 160
+    assert server.recording.status.bytes_kept < 30_000 + 16 * 100
+    kept = [step for path in find_episodes(tmp_path) for step in read_episode(path).steps]
+    assert max(step.index for step in kept) == 9
+    assert server.metric("deft_recording_stops_total", reason="no room") == 0
+
+
+def test_many_sessions_in_turn_have_a_file_each(tmp_path: Path) -> None:
+    """Of 80 robots, all beyond the 64th began a file with every step."""
+    server = Server(files_in(tmp_path))
+    server.recording.start()
+    for step in range(4):
+        for robot in range(80):
+            server.events.publish(answered(f"arm {robot}", step))
+        server.wait_for_steps(80 * (step + 1))
+    server.recording.stop()
+    episodes = [read_episode(path) for path in find_episodes(tmp_path)]
+    assert [len(one.steps) for one in episodes] == [4] * 80
+
+
+def test_whoever_has_recorded_the_most_loses_the_oldest(tmp_path: Path) -> None:
+    """One robot with large pictures pushed out what all others had recorded, also at a restart."""
+    for run in range(2):
+        server = Server(files_in(tmp_path, max_total_bytes=40_000))
+        server.recording.start()
+        server.events.publish(answered(f"small {run}", 0, caller="quiet"))
+        for step in range(100):
+            server.events.publish(answered(f"large {run}", step, caller="busy"))
+        server.recording.stop()
+    episodes = [read_episode(path) for path in find_episodes(tmp_path)]
+    kept = [one.header.session_id for one in episodes if one.header.caller == "quiet"]
+    assert kept == ["small 0", "small 1"]
+    steps = sum(len(one.steps) for one in episodes if one.header.caller == "busy")
+    assert 10 < steps < 200
+
+
+def test_a_part_that_somebody_deletes_does_not_stop_the_recording(tmp_path: Path) -> None:
+    server = Server(files_in(tmp_path))
+    server.recording.start()
+    for step in range(3):
+        server.events.publish(answered("arm", step))
+        server.wait_for_steps(step + 1)
+        if step == 1:
+            (path,) = find_episodes(tmp_path)
+            path.unlink()
+    server.events.publish(SessionEnded("lab", "arm"))
+    server.recording.stop()
     (path,) = find_episodes(tmp_path)
     episode = read_episode(path)
-    assert len(episode.steps) == server.recording.status.steps > 1
+    assert ([step.index for step in episode.steps], episode.ending) == ([2], Ending.CLOSED)
+    assert server.recording.status.bytes_kept == path.stat().st_size
+
+
+def test_no_file_is_open_between_steps(tmp_path: Path) -> None:
+    files = files_in(tmp_path)()
+    frame = answered()
+    assert frame.chunk is not None
+    for robot in range(5):
+        step = RecordedStep(0, 0.0, frame.observation, frame.options, frame.chunk)
+        files.write(("lab", f"arm {robot}"), step, 1e9)
+    there = [os.readlink(f"/proc/self/fd/{one}") for one in os.listdir("/proc/self/fd")
+             if os.path.exists(f"/proc/self/fd/{one}")]  # fmt: skip
+    files.close("stopped")
+    assert [one for one in there if one.endswith(".deftrec")] == []
+
+
+def test_parts_of_two_callers_with_one_session_name_are_not_mixed(tmp_path: Path) -> None:
+    """Training and replay read episodes of both, half and half."""
+    server = Server(files_in(tmp_path, max_file_bytes=5_000))
+    server.recording.start()
+    for step in range(20):
+        server.events.publish(answered("arm-1", step, caller="left"))
+        server.events.publish(answered("arm-1", step, caller="right"))
+    server.recording.stop()
+    episodes = find_parts(tmp_path)
+    callers = [{read_header(one).caller for one in parts} for parts in episodes]
+    assert sorted(map(sorted, callers)) == [["left"], ["right"]]
+    for parts in episodes:
+        indices = [step.index for path in parts for step in read_episode(path).steps]
+        assert indices == list(range(20))
 
 
 def test_a_directory_that_cannot_be_made_is_said_at_once(tmp_path: Path) -> None:
@@ -348,8 +475,8 @@ def test_a_clock_that_jumps_neither_overwrites_nor_reorders_anything(tmp_path: P
     files.close("stopped")
 
 
-def test_idle_episodes_are_closed_when_too_many_are_open(tmp_path: Path) -> None:
-    files = files_in(tmp_path, max_open_files=2)()
+def test_idle_episodes_are_ended_when_too_many_go_on(tmp_path: Path) -> None:
+    files = files_in(tmp_path, max_episodes=2)()
     server = Server(lambda: files)
     server.recording.start()
     for session in ("a", "b", "c"):

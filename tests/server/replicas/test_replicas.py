@@ -3,7 +3,7 @@
 import asyncio
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -19,8 +19,19 @@ from deft_policies.errors import DeviceError, RequestError, UnknownStatisticsKey
 from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
 from deft_policies.memory import SessionMemory
-from deft_server.errors import DeadlineError, NotReadyError, PolicyFailedError
-from deft_server.replicas.front import ReplicaHangsError, ReplicaHost, ReplicaLostError
+from deft_server.errors import (
+    DeadlineError,
+    NotReadyError,
+    PolicyFailedError,
+    UnsafeAnswerError,
+)
+from deft_server.replicas.front import (
+    BACK_AFTER_ANSWERS,
+    MAX_VERSIONS,
+    ReplicaHangsError,
+    ReplicaHost,
+    ReplicaLostError,
+)
 from deft_server.replicas.ray_serve import replicas_wanted
 from deft_server.replicas.replica import (
     BACKLOG_FRESH_S,
@@ -35,6 +46,7 @@ from deft_server.serving.service import Service
 from deft_server.settings import Settings, SettingsError
 from tests.standins.policies import (
     CALLER,
+    PATIENCE_S,
     FakePolicy,
     LimitedFake,
     RaisingPolicy,
@@ -55,7 +67,7 @@ def request(memory: SessionMemory, instruction: str = "lift the cup") -> ActRequ
 
 def travelled(replica: Replica, *requests: ActRequest) -> list[ActAnswer | Exception]:
     """Answer frames as a replica far away would: everything crosses as bytes."""
-    state = FrontState("front", "1", 0)
+    state = FrontState("front", ("1",), 0)
 
     async def answers() -> list[ReplicaAnswer]:
         asked = pickle.loads(pickle.dumps(requests))
@@ -150,13 +162,15 @@ class FakeCluster:
     most_at_once: int = 0
     states: list[FrontState] = field(default_factory=list)
     gate: asyncio.Event | None = None
+    looked_at: Replica | None = None  # the first, unless a test says otherwise
     _at_once: int = 0
 
     def connect(self) -> None:
         self.on_connect()
 
     async def look(self) -> tuple[str, HostedPolicy]:
-        return self.replicas[0].version, self.replicas[0].facts
+        looked_at = self.looked_at or self.replicas[0]
+        return looked_at.version, looked_at.facts
 
     async def answer(self, request: ActRequest, state: FrontState) -> ReplicaAnswer:
         request = pickle.loads(pickle.dumps(request))
@@ -211,7 +225,7 @@ def test_frames_share_rounds_and_are_cut_at_their_deadlines():
         replica = replica_of(policy)
         asked = [("4 long", 60.0), ("1 short", 60.0), ("900000 late", 0.5)]
         calls = [
-            replica.answer(request(SessionMemory(), name), FrontState("front", "1", 0, left_s))
+            replica.answer(request(SessionMemory(), name), FrontState("front", ("1",), 0, left_s))
             for name, left_s in asked
         ]
         return await asyncio.gather(*calls)
@@ -255,7 +269,7 @@ def test_a_replica_outlives_a_frame_that_is_given_up_as_it_ends():
     policy = SteppedFake(turnstile=threading.Semaphore(0))
 
     async def story() -> float:
-        replica, state = replica_of(policy), FrontState("front", "1", 0)
+        replica, state = replica_of(policy), FrontState("front", ("1",), 0)
         given_up = asyncio.create_task(replica.answer(request(SessionMemory(), "1 rounds"), state))
         await until(lambda: replica.busy_since_s is not None)
         assert policy.turnstile is not None
@@ -387,9 +401,9 @@ def test_a_replica_is_told_how_many_batches_wait():
 
 def test_waiting_batches_of_fronts_add_up():
     backlogs = Backlogs()
-    backlogs.note(FrontState("a", "1", 4.0), now_s=0.0)
-    backlogs.note(FrontState("a", "1", 2.0), now_s=1.0)
-    backlogs.note(FrontState("b", "1", 3.0), now_s=1.0 + BACKLOG_FRESH_S - 0.1)
+    backlogs.note(FrontState("a", ("1",), 4.0), now_s=0.0)
+    backlogs.note(FrontState("a", ("1",), 2.0), now_s=1.0)
+    backlogs.note(FrontState("b", ("1",), 3.0), now_s=1.0 + BACKLOG_FRESH_S - 0.1)
     assert backlogs.total(now_s=1.0 + BACKLOG_FRESH_S - 0.1) == 5.0
     assert backlogs.total(now_s=1.0 + BACKLOG_FRESH_S) == 3.0
 
@@ -474,18 +488,144 @@ def test_replicas_that_do_not_start_end_the_server_with_the_reason():
     assert asyncio.run(story()).endswith("no cluster there")
 
 
-def test_while_two_versions_answer_each_is_guarded_by_its_own_limits():
-    """Once the front asked any replica what was new, and an old one could answer that, too."""
+@dataclass(eq=False)
+class GatedLimited(LimitedFake):
+    """Stays inside `act` until the test opens the gate."""
 
+    entered: threading.Event = field(default_factory=threading.Event)
+    gate: threading.Event = field(default_factory=threading.Event)
+
+    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
+        self.entered.set()
+        assert self.gate.wait(PATIENCE_S), "the test never opened the gate"
+        return super().act(batch)
+
+
+def test_an_answer_is_judged_by_the_limits_of_the_version_that_gave_it():
+    """An old replica's answer that came after the front knew the new one was 'unsafe'."""
+
+    async def story() -> list[float]:
+        old = GatedLimited(next_actions=np.full((1, 7), 0.5))
+        new = LimitedFake(next_actions=np.full((1, 7), 0.05), limit=0.1)
+        cluster = FakeCluster([replica_of(new, "2"), replica_of(old)], num_running=2)
+        cluster.looked_at = cluster.replicas[1]
+        service = await serving(cluster)
+        before = asyncio.create_task(ask(service, "a"))
+        await asyncio.to_thread(old.entered.wait)
+        after = await ask(service, "b")
+        limits = service.policy.limits_of(None)
+        assert limits is not None
+        assert limits.high[0] == new.limit
+        old.gate.set()
+        both = [await before, after]
+        await service.close()
+        return both
+
+    assert asyncio.run(story()) == [0.5, 0.05]
+
+
+def test_an_answer_beyond_the_limits_of_its_own_version_is_withheld():
+    async def story() -> None:
+        bad = LimitedFake(next_actions=np.full((1, 7), 0.5), limit=0.1)
+        cluster = FakeCluster([replica_of(LimitedFake()), replica_of(bad, "2")])
+        service = await serving(cluster)
+        with pytest.raises(UnsafeAnswerError):
+            await ask(service)
+        assert await ask(service) == 0
+        with pytest.raises(UnsafeAnswerError):
+            await ask(service)
+        await service.close()
+
+    asyncio.run(story())
+
+
+def test_two_versions_that_take_turns_are_loaded_once_each(caplog):
     async def story() -> list[bool]:
         limited = replica_of(LimitedFake(next_actions=np.full((1, 7), 0.5)), "2")
         cluster = FakeCluster([replica_of(FakePolicy()), limited])
         service = await serving(cluster)
         seen = []
-        for _ in range(4):
+        for _ in range(8):
             await ask(service)
             seen.append(bool(service.policy.limits))
         await service.close()
         return seen
 
-    assert asyncio.run(story()) == [True, False, True, False]
+    caplog.set_level("INFO")
+    assert asyncio.run(story()) == [True] * 8
+    assert sum("ready: policy" in one for one in caplog.messages) == 2
+
+
+def test_a_version_that_is_deployed_again_is_what_the_server_says_it_has():
+    async def story() -> list[bool]:
+        old, new = replica_of(FakePolicy()), replica_of(LimitedFake(), "2")
+        cluster = FakeCluster([old])
+        service = await serving(cluster)
+        cluster.replicas = [new]
+        await ask(service)
+        cluster.replicas = [old]
+        seen = []
+        for _ in range(BACK_AFTER_ANSWERS):
+            await ask(service)
+            seen.append(bool(service.policy.limits))
+        await service.close()
+        return seen
+
+    assert asyncio.run(story()) == [True] * (BACK_AFTER_ANSWERS - 1) + [False]
+
+
+def test_many_versions_are_not_all_remembered():
+    async def story() -> int:
+        cluster = FakeCluster()
+        service = await serving(cluster)
+        for version in range(3 * MAX_VERSIONS):
+            cluster.replicas = [replica_of(FakePolicy(), f"v{version}")]
+            await ask(service)
+        host = service.scheduler._host
+        await service.close()
+        assert isinstance(host, ReplicaHost)
+        return len(host._policies)
+
+    assert asyncio.run(story()) == MAX_VERSIONS
+
+
+def test_a_callers_hang_up_reaches_the_replica_and_frees_its_place():
+    """Once a text was written to its end for nobody, and kept its place."""
+    policy = SteppedFake(turnstile=threading.Semaphore(0))
+
+    async def story() -> float:
+        replica = replica_of(policy)
+        service = await serving(FakeCluster([replica]), max_batch=1)
+        options = ActOptions(session_id="gone")
+        shown = frame(instruction="900000 rounds")
+        gone = asyncio.create_task(service.act(shown, options, CALLER))
+        await until(lambda: replica.num_frames == 1)
+        gone.cancel()
+        await until(lambda: not service.scheduler.queue.admission.in_flight)
+        await until(lambda: replica.num_frames == 0)
+        assert policy.turnstile is not None
+        policy.turnstile.release(5)
+        shown, options = frame(instruction="1 rounds"), ActOptions(session_id="stays")
+        chunk = await asyncio.wait_for(service.act(shown, options, CALLER), 60.0)
+        await service.close()
+        return float(chunk.actions[0, 0])
+
+    assert asyncio.run(story()) == 1
+    assert len(policy.rounds) < 900_000
+
+
+def test_a_hang_up_before_the_frame_was_sent_frees_its_place_too():
+    async def story() -> int:
+        cluster = FakeCluster()
+        service = await serving(cluster)
+        calls = [asyncio.create_task(ask(service, name)) for name in "abc"]
+        await asyncio.sleep(0)  # the frames are in the queue
+        await asyncio.sleep(0)  # one has its place and is about to be sent
+        for call in calls:
+            call.cancel()
+        await until(lambda: not service.scheduler.queue.admission.in_flight)
+        await ask(service, "d")
+        await service.close()
+        return len(service.scheduler.queue.admission.in_flight)
+
+    assert asyncio.run(story()) == 0

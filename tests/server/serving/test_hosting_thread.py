@@ -1,6 +1,7 @@
 """A policy on its thread: every frame gets its own answer, or fails alone for its own reason."""
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from functools import partial, wraps
 from typing import Any
@@ -9,8 +10,11 @@ import numpy as np
 import pytest
 
 from deft_client.types import ActionChunk, ActOptions, Observation
+from deft_policies.base import Policy
 from deft_policies.errors import DeviceError, RequestError, UnknownStatisticsKeyError
-from deft_server.errors import PolicyFailedError
+from deft_policies.progress import doing
+from deft_server.errors import NotReadyError, PolicyFailedError
+from deft_server.serving import scheduler
 from deft_server.serving.hosting import LoadPolicy
 from deft_server.serving.lifecycle import ServerPhase
 from deft_server.serving.service import Service
@@ -40,6 +44,35 @@ async def act(
     service: Service, observation: Observation, session_id: str | None = None
 ) -> ActionChunk:
     return await service.act(observation, ActOptions(session_id=session_id), CALLER)
+
+
+@on_a_loop
+async def test_while_a_policy_loads_the_log_and_callers_hear_what_is_done(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """The log was silent for 20 s, and a caller heard no more than that it loads."""
+    may_go_on = threading.Event()
+
+    def load() -> Policy:
+        doing("reading the weights", 0.25)
+        assert may_go_on.wait(60)
+        doing("")
+        return obedient()
+
+    monkeypatch.setattr(scheduler, "TELL_EVERY_S", 0.01)
+    caplog.set_level("INFO")
+    service = Service(load, Settings())
+    service.start()
+    while not any("the policy is loading: reading" in one for one in caplog.messages):
+        await asyncio.sleep(0.005)
+    with pytest.raises(NotReadyError, match=r"is loading: reading the weights, 25%, about \d+ s"):
+        await act(service, frame())
+    may_go_on.set()
+    await service.scheduler.settled()
+    num_lines = len(caplog.messages)
+    await asyncio.sleep(0.05)
+    assert not any("is loading" in one for one in caplog.messages[num_lines:])
+    await service.close()
 
 
 @on_a_loop

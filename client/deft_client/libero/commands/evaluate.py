@@ -109,8 +109,8 @@ def _add_policy(group: Group) -> None:
         help="send observations to a Deft server through its WebSocket: shorter round trips",
     )  # fmt: skip
     group.add_argument(
-        "--policy", metavar="NAME",
-        help="answer in this process instead of asking a server: module:function",
+        "--local-policy", metavar="MODULE:FUNCTION",
+        help="answer in this process instead of asking a server",
     )  # fmt: skip
     group.add_argument(
         "--decoding",
@@ -233,7 +233,7 @@ def _source(options: argparse.Namespace) -> PolicySource:
         options=act_options,
         settings=connection_settings(options),
         stream=options.stream,
-        factory=options.policy or "",
+        factory=options.local_policy or "",
         network_delay_ms=options.network_delay_ms,
     )
 

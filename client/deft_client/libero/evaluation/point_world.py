@@ -1,8 +1,8 @@
 """A simulator of one point on a table, for trying the evaluation without LIBERO or a GPU.
 
 The point goes where actions push it; an episode succeeds when it rests in the circle. Use it with
-`--environment point_world`; `--policy solve` always gets there. It is also the example to follow
-for connecting another simulator.
+`--environment point_world`; `--local-policy solve` always gets there. It is also the example
+to follow for connecting another simulator.
 
 The suite `point_world_grasp` is for policies that answer chunks, such as `plan`: an episode fails
 when the gripper closes beside the circle.

@@ -24,8 +24,8 @@ TRAINED = "trained"  # in place of task numbers: those the policy was trained on
 _NAMED = {
     ("--environment", LIBERO): "deft_client.libero.simulator.environment:open_environment",
     ("--environment", "point_world"): "deft_client.libero.evaluation.point_world:open_environment",
-    ("--policy", "solve"): "deft_client.libero.evaluation.point_world:solve",
-    ("--policy", "plan"): "deft_client.libero.evaluation.point_world:plan",
+    ("--local-policy", "solve"): "deft_client.libero.evaluation.point_world:solve",
+    ("--local-policy", "plan"): "deft_client.libero.evaluation.point_world:plan",
 }
 
 

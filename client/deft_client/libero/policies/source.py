@@ -183,7 +183,7 @@ class PolicySource:
 def build_policy(source: PolicySource, environment: Environment) -> EpisodePolicy:
     """Connect; nothing is sent before the first episode starts."""
     if source.factory:
-        peer: EpisodePolicy = load_function(source.factory, "--policy")(environment)
+        peer: EpisodePolicy = load_function(source.factory, "--local-policy")(environment)
         return ProfilePolicy(peer, None, source.network_delay_ms)
     return ProfilePolicy(_build_peer(source), source.profile, source.network_delay_ms)
 
@@ -210,7 +210,7 @@ def describe_server(source: PolicySource) -> ServerInfo | None:
     Raises what the client raises when there is no server.
     """
     if source.factory:
-        load_function(source.factory, "--policy")  # better now than in every worker
+        load_function(source.factory, "--local-policy")  # better now than in every worker
         return None
     with PolicyClient(source.url, source.settings) as client:
         try:

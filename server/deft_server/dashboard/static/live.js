@@ -1,7 +1,8 @@
 // The live view: figures of the whole server, the list of sessions, and everything about one of them.
 
 import { element, milliseconds, number } from "./draw.js";
-import { dimensionNames, drawAccepted, drawActions, drawLatency } from "./plots.js";
+import { dimensionNames, drawAccepted, drawActions, drawLatency, drawTimeline } from "./plots.js";
+import { describePlan, describeRule } from "./words.js";
 import { drawPointed, showReasoning } from "./reasoning.js";
 import { drawTokens, drawTree } from "./tree.js";
 
@@ -15,11 +16,13 @@ export class LiveView {
   #chosen = false;
   #points = [];
   #trace = null;
+  #timeline = [];
   #sessions = [];
   #rows = new Map(); // session key -> its button
   #scheduled = 0;
 
-  show({ overview, sessions, watched }) {
+  show({ overview, sessions, watched, timeline }) {
+    if (timeline) this.#showTimeline(timeline);
     if (overview) this.#showOverview(overview);
     if (sessions) this.#showSessions(sessions);
     if (watched) this.#showWatched(watched);
@@ -34,7 +37,9 @@ export class LiveView {
   }
 
   draw() {
-    if (byId("live").hidden || !this.#points.length) return;
+    if (byId("live").hidden) return;
+    this.#showTimeline(this.#timeline);
+    if (!this.#points.length) return;
     drawActions(byId("actions"), this.#points);
     drawLatency(byId("latency"), byId("latency-legend"), this.#points);
     const mean = drawAccepted(byId("accepted"), byId("accepted-legend"), this.#points);
@@ -45,6 +50,8 @@ export class LiveView {
       drawTokens(byId("tokens"), this.#trace, dimensionNames(last.action.length));
       drawTree(byId("tree"), this.#trace);
       byId("method").textContent = describe(this.#trace);
+    } else {
+      byId("method").textContent = "answers are traced while this page is open";
     }
   }
 
@@ -61,6 +68,12 @@ export class LiveView {
     put("relaxed", number((figures.relaxed_share ?? NaN) * 100), "%");
     put("waiting", String(figures.waiting));
     put("errors", String(figures.errors));
+  }
+
+  #showTimeline(timeline) {
+    this.#timeline = timeline;
+    byId("past").hidden = !timeline.length;
+    if (timeline.length) byId("past-now").textContent = drawTimeline(byId("timeline"), timeline);
   }
 
   #showSessions(sessions) {
@@ -94,15 +107,17 @@ export class LiveView {
     name.textContent = session.name;
     row.title = session.session_id;
     instruction.textContent = session.instruction;
-    const idle = session.idle_s > IDLE_S ? `idle ${Math.round(session.idle_s)} s` : `${number(session.rate_hz)} Hz · ${milliseconds(session.last_ms ?? NaN)} ms`;
-    pace.textContent = session.errors ? `${idle} · ${session.errors} errors` : idle;
+    pace.textContent = pace_of(session);
     row.setAttribute("aria-pressed", String(session.key === this.#watched));
     if (session.key === this.#watched) this.#showFacts(session);
   }
 
   #showFacts(session) {
     byId("watched-name").textContent = session.name;
+    byId("watched-note").textContent = session.note;
+    byId("watched-note").hidden = !session.note;
     const facts = [["key", session.caller], ["session", session.session_id], ["actions seen", session.answers], ["rate", `${number(session.rate_hz)} Hz`]];
+    if (session.errors) facts.push(["late", session.late], ["unanswered in all", session.errors]);
     byId("facts").replaceChildren(...facts.flatMap(([label, value]) => [
       element("dt", {}, label), element("dd", { class: "number" }, String(value)),
     ]));
@@ -153,7 +168,19 @@ export class LiveView {
   }
 }
 
-// The main camera's name is empty; a session that has ended has no pictures.
+function pace_of(session) {
+  const words = session.ended_s !== null ? [`ended ${ago(session.ended_s)}`]
+    : session.idle_s > IDLE_S ? [`last frame ${ago(session.idle_s)}`]
+      : [`${number(session.rate_hz)} Hz`, `${milliseconds(session.last_ms ?? NaN)} ms`];
+  const others = session.errors - session.late;
+  if (session.late) words.push(`${session.late} late`);
+  if (others) words.push(`${others} ${others === 1 ? "error" : "errors"}`);
+  return words.join(" · ");
+}
+
+const ago = (seconds) => seconds < 60 ? `${Math.round(seconds)} s ago` : `${Math.round(seconds / 60)} min ago`;
+
+// The main camera's name is empty.
 function showFrames({ "": main, ...others }) {
   if (main) byId("frame").src = main;
   byId("frame").hidden = !main;
@@ -167,7 +194,8 @@ export function describe(trace) {
   const relaxed = trace.tokens.filter((token, index) => token !== trace.predicted[index]).length;
   return [
     trace.method,
-    trace.rule,
+    trace.rule && describeRule(trace.rule),
+    trace.plan && describePlan(trace.plan),
     `${trace.passes.length} ${trace.passes.length === 1 ? "pass" : "passes"}`,
     `${kept.reduce((sum, one) => sum + one, 0)} of ${trace.tokens.length} tokens drafted`,
     relaxed ? `${relaxed} relaxed` : "none relaxed",

@@ -1,9 +1,9 @@
 // The page: its two views, the key form, and which of them is shown.
 
-import { saveKey } from "./access.js";
+import { ask, saveKey } from "./access.js";
 import { Feed } from "./feed.js";
 import { LiveView } from "./live.js";
-import { Playground } from "./playground.js";
+import { Playground, exampleInstruction } from "./playground.js";
 
 const byId = (id) => document.getElementById(id);
 const views = ["live", "playground"];
@@ -39,6 +39,29 @@ byId("key-form").addEventListener("submit", (event) => {
   byId("key").value = "";
   feed.open();
   playground.open();
+});
+
+// The frame that is shown while there is none of a robot's.
+byId("nobody-act").addEventListener("click", async () => {
+  const said = byId("nobody-said");
+  byId("nobody-act").disabled = true;
+  said.hidden = true;
+  try {
+    const info = await ask("/v1/info");
+    const picture = await (await fetch("/dashboard/static/example.png")).blob();
+    const form = new FormData();
+    form.set("image", new File([picture], "example.png", { type: "image/png" }));
+    form.set("instruction", exampleInstruction(info.instructions));
+    form.set("session_id", "example");
+    if (!info.default_statistics_key && info.statistics_keys.length) form.set("statistics_key", info.statistics_keys[0]);
+    await ask("/v1/act", { method: "POST", body: form });
+  } catch (error) {
+    said.textContent = error.message;
+    said.hidden = false;
+    if (error.status === 401 || error.status === 403) byId("key-form").hidden = false;
+  } finally {
+    byId("nobody-act").disabled = false;
+  }
 });
 
 addEventListener("hashchange", showView);

@@ -45,6 +45,7 @@ export class Playground {
       this.#offer(info.instructions);
       this.#say("");
       await this.#takeExample();
+      if (this.#picture && !this.#runs.length) await this.#act(); // so that there is something to see
     } catch (error) {
       if (error.status === 401 || error.status === 403) byId("key-form").hidden = false;
       this.#say(error.message, "bad");
@@ -55,8 +56,7 @@ export class Playground {
   #offer(instructions) {
     const box = byId("try-instruction");
     byId("try-instructions").replaceChildren(...instructions.map((one) => element("option", { value: one })));
-    const isTyped = box.value !== box.defaultValue;
-    if (instructions.length && !isTyped && !instructions.includes(box.value)) box.value = instructions[0];
+    if (box.value === box.defaultValue) box.value = exampleInstruction(instructions);
   }
 
   // The first frame of a trial of the task that the instruction names, so that one click shows something.
@@ -169,6 +169,12 @@ export class Playground {
     said.textContent = text;
     said.dataset.state = state;
   }
+}
+
+// Of the example, where the policy knows it; else the first that it knows.
+export function exampleInstruction(known) {
+  const own = byId("try-instruction").defaultValue;
+  return known.length && !known.includes(own) ? known[0] : own;
 }
 
 function fillSelect(select, names, chosen) {

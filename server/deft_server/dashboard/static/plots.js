@@ -86,6 +86,34 @@ export function drawLatency(container, legendBox, points) {
     ...(totals.some((one) => one > most) ? [["beyond the scale", "var(--bad)"]] : [])]);
 }
 
+// The server's last quarter of an hour: answers a second, and frames without one. Returns it in a line.
+export function drawTimeline(container, ticks_) {
+  const SPAN_S = 900, TICK_S = 5;
+  const answers = ticks_.reduce((sum, [, some]) => sum + some, 0);
+  const errors = ticks_.reduce((sum, [, , some]) => sum + some, 0);
+  const slowest = Math.max(...ticks_.map(([, , , spent]) => spent));
+  const told = `${answers} answers · ${errors} unanswered · slowest ${milliseconds(slowest)} ms`;
+  const { root, width, height } = canvas(container, 84, `The last 15 minutes: ${told}`);
+  const most = Math.max(...ticks_.map(([, some, lost]) => (some + lost) / TICK_S), 0.2);
+  const axis = ticks(most, 2);
+  const y = scale([0, axis.at(-1)], [height - 18, 6]);
+  drawGrid(root, width, axis, y, (value) => `${value}/s`);
+  const x = scale([SPAN_S, 0], [52, width]);
+  const wide = Math.max((width - 52) * TICK_S / SPAN_S - 0.5, 1);
+  for (const [age, some, lost, spent] of ticks_) {
+    if (age > SPAN_S) continue;
+    const from = y(some / TICK_S), to = y((some + lost) / TICK_S);
+    root.append(svg("rect", { x: x(age), width: wide, y: from, height: y(0) - from, fill: "var(--accent)" },
+      svg("title", {}, `${Math.round(age)} s ago: ${some} answers, ${lost} unanswered, slowest ${milliseconds(spent)} ms`)));
+    if (lost) root.append(svg("rect", { x: x(age), width: Math.max(wide, 2), y: to, height: Math.max(from - to, 2), class: "over" }));
+  }
+  for (const minutes of [15, 10, 5]) {
+    root.append(svg("text", { x: x(minutes * 60), y: height - 3 }, `${minutes} min ago`));
+  }
+  root.append(svg("text", { x: width, y: height - 3, "text-anchor": "end" }, "now"));
+  return told;
+}
+
 // Per action: drafted tokens kept in a pass that checked drafts, on average, and all its passes.
 export function drawAccepted(container, legendBox, points) {
   const shown = points.slice(-SHOWN).filter((point) => point.passes);

@@ -200,7 +200,7 @@ def test_a_server_that_fails_makes_episodes_errored_and_never_failed(
 
 
 def test_a_bug_in_a_policy_is_errored_with_its_last_words(tmp_path: Path) -> None:
-    assert _evaluate(tmp_path, "--policy", f"{BROKEN}:crash", "--episodes", "1") == 3
+    assert _evaluate(tmp_path, "--local-policy", f"{BROKEN}:crash", "--episodes", "1") == 3
     (record,) = _run(tmp_path, "crash").records
     assert "ZeroDivisionError: somebody divided by nothing" in record.error
 
@@ -220,7 +220,7 @@ def test_an_episode_with_exploding_physics_is_errored(
 ) -> None:
     code = main(
         ["point_world", "--out", str(tmp_path), "--environment", f"{BROKEN}:open_exploding",
-         "--policy", f"{BROKEN}:stay", "--tasks", "0", "--trials", "0-2", "--step-limit", "5"]
+         "--local-policy", f"{BROKEN}:stay", "--tasks", "0", "--trials", "0-2", "--step-limit", "5"]
     )  # fmt: skip
     records = _run(tmp_path, "stay").records
     assert code == 3
@@ -243,7 +243,7 @@ def test_a_run_is_not_gone_on_with_against_a_server_on_other_threads(
 
 
 def test_an_errored_episode_keeps_what_it_had_and_its_reason(tmp_path: Path) -> None:
-    code = _evaluate(tmp_path, "--policy", f"{BROKEN}:vanish", "--episodes", "1")
+    code = _evaluate(tmp_path, "--local-policy", f"{BROKEN}:vanish", "--episodes", "1")
     (record,) = _run(tmp_path, "vanish").records
     assert code == 3
     assert record.outcome is Outcome.ERRORED
@@ -281,7 +281,7 @@ def test_a_dead_server_ends_the_evaluation_with_what_it_has(
 def test_an_episode_that_kills_its_worker_three_times_is_errored(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _evaluate(tmp_path, "--policy", f"{BROKEN}:die", "--episodes", "1") == 3
+    assert _evaluate(tmp_path, "--local-policy", f"{BROKEN}:die", "--episodes", "1") == 3
     (record,) = _run(tmp_path, "die").records
     assert "signal 9" in record.error
     assert "1 episodes Errored" in capsys.readouterr().err
@@ -291,13 +291,13 @@ def test_an_episode_that_kills_its_worker_three_times_is_errored(
     ("arguments", "code", "told"),
     [
         (["--url", "http://127.0.0.1:9"], 1, "server running"),
-        (["--policy", "nonsense"], 2, "--policy takes module:function"),
-        (["--policy", "no.such:thing"], 2, "No module named"),
-        (["--policy", f"{BROKEN}:die", "--tasks", "3"], 2, "got '3'"),
-        (["--policy", f"{BROKEN}:die", "--trials", "a"], 2, "--trials"),
-        (["--policy", f"{BROKEN}:die", "--episodes", "0"], 2, "--episodes"),
-        (["--policy", f"{BROKEN}:die", "--workers", "0"], 2, "--workers"),
-        (["--policy", f"{BROKEN}:die", "--network-delay-ms", "-1"], 2, "0 or more"),
+        (["--local-policy", "nonsense"], 2, "--local-policy takes module:function"),
+        (["--local-policy", "no.such:thing"], 2, "No module named"),
+        (["--local-policy", f"{BROKEN}:die", "--tasks", "3"], 2, "got '3'"),
+        (["--local-policy", f"{BROKEN}:die", "--trials", "a"], 2, "--trials"),
+        (["--local-policy", f"{BROKEN}:die", "--episodes", "0"], 2, "--episodes"),
+        (["--local-policy", f"{BROKEN}:die", "--workers", "0"], 2, "--workers"),
+        (["--local-policy", f"{BROKEN}:die", "--network-delay-ms", "-1"], 2, "0 or more"),
     ],
 )
 def test_what_cannot_be_evaluated_is_one_line_and_an_exit_code(
@@ -316,7 +316,7 @@ def test_what_cannot_be_evaluated_is_one_line_and_an_exit_code(
 def test_a_wrong_suite_name_is_answered_with_the_right_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["libero_objekt", "--policy", f"{BROKEN}:die", "--out", str(tmp_path)]
+    arguments = ["libero_objekt", "--local-policy", f"{BROKEN}:die", "--out", str(tmp_path)]
     assert main(arguments) == 2
     assert "did you mean libero_object?" in capsys.readouterr().err
 
@@ -351,7 +351,7 @@ def test_an_unusable_assets_folder_is_an_error_at_the_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--assets", str(tmp_path), "--out", str(tmp_path / "out")]
-    assert main(["libero_object", "--policy", f"{BROKEN}:die", *arguments]) == 1
+    assert main(["libero_object", "--local-policy", f"{BROKEN}:die", *arguments]) == 1
     assert "assets folder" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -360,7 +360,7 @@ def test_a_disk_that_fills_up_ends_the_evaluation_and_room_lets_it_go_on(tmp_pat
     """A limit on the size of files stands in for the full disk."""
     command = [
         sys.executable, "-m", "deft_client", "eval", "point_world", *WORLD, "--out", str(tmp_path),
-        "--policy", "solve", "--episodes", "6",
+        "--local-policy", "solve", "--episodes", "6",
     ]  # fmt: skip
     limited = ["bash", "-c", f"ulimit -f 2; {shlex.join(command)}"]
     full = subprocess.run(limited, capture_output=True, text=True)
@@ -376,7 +376,7 @@ def test_a_simulator_that_does_not_open_ends_the_evaluation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [
-        "point_world", "--policy", f"{BROKEN}:die", "--out", str(tmp_path),
+        "point_world", "--local-policy", f"{BROKEN}:die", "--out", str(tmp_path),
         "--environment", f"{BROKEN}:open_nothing", "--workers", "2",
     ]  # fmt: skip
     assert main(arguments) == 3

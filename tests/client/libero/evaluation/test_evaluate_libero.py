@@ -29,7 +29,7 @@ def test_runs_are_the_same_with_one_and_two_workers(
     runs = []
     for workers in ("1", "2"):
         code = main(
-            ["libero_object", "--policy", "tests.client.libero.looking:look", "--tasks", "5",
+            ["libero_object", "--local-policy", "tests.client.libero.looking:look", "--tasks", "5",
              "--trials", "40,41", "--step-limit", "4", "--workers", workers, *ON_STAND_INS,
              "--out", str(tmp_path / workers)]
         )  # fmt: skip

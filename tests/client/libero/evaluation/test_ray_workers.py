@@ -34,7 +34,7 @@ def _processes_can_import_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _evaluate_without_ray(out: Path, *flags: str) -> "subprocess.CompletedProcess[str]":
-    command = ["point_world", "--environment", "point_world", "--policy", "solve", *flags]
+    command = ["point_world", "--environment", "point_world", "--local-policy", "solve", *flags]
     return subprocess.run(
         [sys.executable, "-c", WITHOUT_RAY, *command, "--episodes", "1", "--out", str(out)],
         capture_output=True,
@@ -110,7 +110,7 @@ def test_an_actor_says_that_it_is_there_and_then_how_its_episode_went(
     tmp_path: Path, policy: str, told: type
 ) -> None:
     world = ["point_world", "--environment", "point_world", "--out", str(tmp_path)]
-    (run,) = plan_runs(read_options([*world, "--policy", policy, "--episodes", "1"]), None)
+    (run,) = plan_runs(read_options([*world, "--local-policy", policy, "--episodes", "1"]), None)
     player = RemotePlayer(run)
     assert player.next_report() is None
     player.play(run.keys[0])

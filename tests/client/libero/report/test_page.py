@@ -187,7 +187,8 @@ def test_a_few_episodes_are_said_to_be_too_few_and_not_in_bold(tmp_path: Path) -
         folders.append(str(run.folder))
     text = _report(tmp_path, *folders)
     assert (
-        '<p class="verdict open">Beside the baseline: Success: too few to tell: -25 points' in text
+        '<p class="verdict open">Compared with autoregressive: Success: too few to tell: -25 points'
+        in text
     )
 
 
@@ -322,10 +323,10 @@ def test_a_speed_up_that_cannot_be_relied_on_is_no_headline(
     text = _report(tmp_path, str(plain.folder), str(fast.folder))
     assert "×</div>" not in text
     shown = " ".join(_Page(text).texts)
-    assert "No speed-up is told: " in shown
+    assert "No speed-up can be concluded: " in shown
     assert doubt in shown
     assert doubt in capsys.readouterr().out
-    assert "times as fast" not in (tmp_path / "out" / "report.md").read_text()
+    assert "does not allow a conclusion: " in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_answers_that_were_not_given_a_core_are_no_headline(tmp_path: Path) -> None:
@@ -407,7 +408,7 @@ def test_what_no_browser_can_play_that_slowly_is_hurried_and_says_so(tmp_path: P
     run = _write(tmp_path / "a", one)
     (run.folder / "videos").mkdir()
     (run.folder / one.video).write_bytes(b"")
-    assert "Play at 112 times true speed" in _report(tmp_path, str(run.folder))
+    assert "Play at 112× true speed" in _report(tmp_path, str(run.folder))
 
 
 def test_what_comes_from_outside_cannot_become_markup(tmp_path: Path) -> None:

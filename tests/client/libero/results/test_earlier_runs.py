@@ -17,7 +17,7 @@ from tests.golden import GOLDEN
 OLD = GOLDEN / "evaluation_folder"
 EXPERT = "scripts.tiny_libero.expert_policy:expert"
 # Neither LIBERO's meshes nor its MuJoCo need to be installed to read what was written.
-COMMAND = ["libero_object", "--policy", EXPERT, "--any-mujoco"]
+COMMAND = ["libero_object", "--local-policy", EXPERT, "--any-mujoco"]
 
 
 @pytest.fixture
