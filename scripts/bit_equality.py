@@ -4,9 +4,10 @@ The slow twin is plain decoding: one row, one token a pass. Used by tests on sma
 `scripts.bench gpu` on whole ones, whose passes are captured.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -208,7 +209,6 @@ def find_plain_difference(prompt: Prompt, tokens: list[int], passes: Passes, twi
 
 
 _NOWHERE = "in no operation, when it was computed again"
-_BEHIND_LAST = 8  # operations from the last layer's attention to the head
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,9 @@ class Trace:
 
     def row_in(self, index: int, row: int, node: int) -> Tensor:
         """The numbers of one node in an operation."""
-        is_behind = index >= len(self.operations) - _BEHIND_LAST
+        names = [name for name, _ in self.operations]
+        last_layer = max(number for number, name in enumerate(names) if name.endswith("attention"))
+        is_behind = index >= last_layer
         return self.operations[index][1][(self.last if is_behind else self.first)[row] + node]
 
 
@@ -282,40 +284,63 @@ class TracedPasses(Passes):
 @contextmanager
 def traced(passes: Passes) -> Iterator[TracedPasses]:
     """Passes of the same target that note what every operation of every layer computes."""
-    llama, noted = passes.target.passes, list[tuple[str, Tensor]]()
+    llama, noted, is_inside = passes.target.passes, list[tuple[str, Tensor]](), False
     watched: list[tuple[Any, str, Any]] = []  # with what was there before
 
-    def note(name: str, tensor: Any) -> None:
-        if isinstance(tensor, Tensor):
-            noted.append((name, tensor.clone()))
+    def note(name: str, tensor: Tensor) -> None:
+        noted.append((name, tensor.clone()))
 
-    def watch(owner: Any, method: str, before: str, after: str) -> None:
+    def watch(owner: Any, method: str, after: Callable[[], str], before: str = "") -> None:
         plain = getattr(owner, method)
         watched.append((owner, method, vars(owner).get(method)))
 
-        def run(*inputs: Any) -> Any:
-            note(before, inputs[-1])
-            found = plain(*inputs)
-            note(after, inputs[0] if found is None else found)  # None: added in place
+        def run(*inputs: Any, **others: Any) -> Any:
+            nonlocal is_inside
+            if is_inside:  # of an operation that is noted as a whole
+                return plain(*inputs, **others)
+            if before:
+                note(before, inputs[-1])
+            is_inside = True
+            found = plain(*inputs, **others)
+            is_inside = False
+            note(after(), inputs[0] if found is None else found)  # None: added in place
             return found
 
         vars(owner)[method] = run
 
-    for number, layer in enumerate(llama._layers):
-        at = f"layer {number}"
-        watch(layer.qkv, "apply", f"{at}, attention norm", f"{at}, qkv")
-        watch(layer.out, "add_to", f"{at}, attention", f"{at}, out")
-        watch(layer.gate_up, "apply", f"{at}, MLP norm", f"{at}, gate_up")
-        watch(layer.down, "add_to", f"{at}, silu times up", f"{at}, down")
-    watch(llama.head, "apply", "final norm", "head")
+    kernels = passes.target.decoder.kernels
+    if llama.is_fused:
+        names = _fused_names(len(llama._layers))
+        for method in ("rms_norm", "project", "attend", "product", "open"):
+            watch(kernels, method, lambda: names[len(noted) % len(names)])
+        num_noted = len(names)
+    else:
+        for number, layer in enumerate(llama._layers):
+            at = f"layer {number}, "
+            for owner, method, before, after in (
+                (layer.qkv, "apply", "attention norm", "qkv"),
+                (layer.out, "add_to", "attention", "out"),
+                (layer.gate_up, "apply", "MLP norm", "gate_up"),
+                (layer.down, "add_to", "silu times up", "down"),
+            ):
+                watch(owner, method, partial(str, at + after), at + before)
+        watch(llama.head, "apply", partial(str, "head"), "final norm")
+        num_noted = 2 * len(watched)
     try:
-        yield TracedPasses(passes, noted, 2 * len(watched))
+        yield TracedPasses(passes, noted, num_noted)
     finally:
         for owner, method, before in watched:
             if before is None:
                 del vars(owner)[method]
             else:
                 vars(owner)[method] = before
+
+
+def _fused_names(num_layers: int) -> list[str]:
+    """What fused kernels compute in a pass, in order."""
+    parts = ("attention norm", "queries", "attention", "out", "MLP norm", "silu times up", "down")
+    of_layers = [f"layer {number}, {part}" for number in range(num_layers) for part in parts]
+    return [*of_layers, "final norm", "head"]
 
 
 def make_target(

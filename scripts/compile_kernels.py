@@ -27,8 +27,10 @@ from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from deft_client.measures.table import markdown_table
 from deft_policies.decoding.captured import WIDTHS
 from deft_policies.families.openvla import VlaTarget
+from deft_policies.model.formats import Quantization
 from deft_policies.model.graphs import Reserve, StepRunner
 from deft_policies.model.kernels.launch import Arguments, Constants, FusedKernels, Grid
+from deft_policies.model.quantization import quantize_linears
 from deft_policies.model.random_weights import openvla_7b
 from deft_policies.model.vla import OpenVLAModel
 
@@ -40,19 +42,7 @@ MOST_LOCAL_BYTES = 16  # of a thread: what did not fit into registers
 MOST_SHARED_BYTES = 99 * 1024  # of a program: what the small GPUs have
 # By how their name begins, and the architecture: registers and local bytes. Only sm_80 and sm_90
 # have matrix instructions in float64; elsewhere the sums of attention are made one by one.
-EXCEPTIONS = {
-    ("attend_split 16 queries", 86): (255, 768),
-    ("attend_split 16 queries", 89): (255, 768),
-    ("attend_split 16 queries", 90): (208, 16),
-    ("attend_split 16 queries", 100): (255, 768),
-    ("attend_split 16 queries", 120): (255, 768),
-    ("attend_split 32 queries", 80): (255, 16),
-    ("attend_split 32 queries", 86): (255, 8192),
-    ("attend_split 32 queries", 89): (255, 8192),
-    ("attend_split 32 queries", 90): (255, 16),
-    ("attend_split 32 queries", 100): (255, 10240),
-    ("attend_split 32 queries", 120): (255, 8192),
-}
+EXCEPTIONS = {}
 _CPU, _FORMAT = torch.device("cpu"), torch.bfloat16
 _PROMPT = 288  # positions, patches and padding among them
 _COLUMNS = ("registers", "local bytes", "shared bytes", "2-byte loads")
@@ -73,11 +63,16 @@ class Started:
         """Its own, with the constants that tell its uses apart."""
         left = {name: value for name, value in self.constants.items() if name not in _NOT_NAMED}
         name = self.program.fn.__name__
-        if name == "product":
-            flags = [one for one in ("HAS_BIAS", "HAS_RESIDUAL", "IS_WHOLE") if left[one]]
-            return f"product {left['ROWS']}x{left['COLUMNS']}x{left['INNER']} {' '.join(flags)}"
-        if name == "attend_split":
-            return f"attend_split {left['QUERIES']} queries {left['NUM_SPLITS']} splits"
+        if name.startswith("product"):
+            flags = [
+                one
+                for one in ("HAS_BIAS", "HAS_RESIDUAL", "HAS_SCALES", "IS_WHOLE")
+                if left.get(one)
+            ]
+            return f"{name} {left['ROWS']}x{left['COLUMNS']}x{left['INNER']} {' '.join(flags)}"
+        if name == "attend":
+            whose = "a prompt's" if left["IS_PREFILL"] else "nodes'"
+            return f"attend {whose} {left['NUM_SPLITS']} splits {left['WORDS']} words"
         return " ".join((name, *(f"{one}={value}" for one, value in left.items())))
 
 
@@ -123,14 +118,15 @@ class _Target:
 
 
 @torch.inference_mode()
-def started_programs(has_fp8: bool) -> list[Started]:
+def started_programs(architecture: int) -> list[Started]:
     """Everything that a frame starts, the layers of one kind once. Nothing is computed."""
     found: list[Started] = []
 
     def note(program: Any, grid: Grid, arguments: Arguments, constants: Constants) -> None:
         found.append(Started(program, grid, arguments, constants))
 
-    kernels, config = FusedKernels(note), openvla_7b()
+    kernels = FusedKernels(note)
+    config = openvla_7b()
     few = replace(config.llm, num_layers=1), tuple(replace(one, depth=2) for one in config.towers)
     model = OpenVLAModel.empty(replace(config, llm=few[0], towers=few[1]), _CPU, _FORMAT)
     model.requires_grad_(False).fuse(kernels)
@@ -143,12 +139,12 @@ def started_programs(has_fp8: bool) -> list[Started]:
     for keeps_hidden in (False, True):
         passes.keeps_hidden = keeps_hidden
         passes.capture()
-    if has_fp8:
-        rows = torch.zeros(1, config.llm.width, dtype=_FORMAT)
-        kernels.quantise_rows(rows)
-        for branch in (None, rows):
-            kernels.rms_norm_fp8(rows, branch, rows[0], config.llm.norm_eps)
-        kernels.silu_times_fp8(torch.zeros(1, 2 * config.llm.mlp_width, dtype=_FORMAT))
+    if architecture >= FIRST_WITH_FP8:
+        quantize_linears(model.decoder.layers[0], Quantization.FP8, _CPU)
+        target = VlaTarget(model, runner=StepRunner(reserve=reserve))
+        passes = target.set_aside(target.new_cache(), WIDTHS[-1], num_tokens=8)
+        assert passes is not None
+        passes.capture()
     return found
 
 
@@ -189,7 +185,7 @@ def main(arguments: list[str]) -> int:
     complaints = []
     print(f"Triton {triton.__version__}")
     for architecture in parser.parse_args(arguments).architecture:
-        rows, programs = [], started_programs(architecture >= FIRST_WITH_FP8)
+        rows, programs = [], started_programs(architecture)
         for name, found in compile_for(architecture, programs):
             rows.append([name, *map(str, astuple(found))])
             if excess := found.excess(name, architecture):

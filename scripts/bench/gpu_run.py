@@ -25,7 +25,7 @@ from deft_client.commands.program import CommandParser
 from deft_policies.commands.parse import run_command
 from deft_policies.families.family import choose_device
 from deft_policies.model.graphs import Capture
-from scripts.bench.gpu import frames, passes, products, server, vla0
+from scripts.bench.gpu import fp8, frames, passes, products, server, vla0
 from scripts.bench.gpu.asking import Question, Row, Run, describe_tree
 from scripts.bench.gpu.setting import SIZES, Setting
 
@@ -45,6 +45,7 @@ QUESTIONS: tuple[tuple[str, float, Callable[[Setting], Iterator[Row]]], ...] = (
     ("vla0", 30, vla0.vla0),
     ("text", 25, frames.text),
     ("small-bits", 45, passes.small_bits),
+    ("fp8", 45, fp8.fp8),  # last: it changes the model
 )
 
 

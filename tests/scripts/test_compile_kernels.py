@@ -26,10 +26,10 @@ def test_what_takes_more_than_its_bound_is_named_with_the_bound() -> None:
 
 def test_an_exception_is_for_its_program_and_architecture_alone() -> None:
     assert {architecture for _, architecture in EXCEPTIONS} <= set(ARCHITECTURES)
-    attention = Compiled(255, 8, 69632, 0)
-    assert attention.excess("attend_split 32 queries 4 splits", 90) == ""
-    assert attention.excess("attend_split 16 queries 4 splits", 90)
-    assert attention.excess("product 64x32x128", 90)
+    attention = Compiled(255, 8, 45056, 0)
+    assert attention.excess("attend nodes' 4 splits 1 words", 89) == ""
+    assert attention.excess("attend nodes' 4 splits 1 words", 90)
+    assert attention.excess("product 64x32x128", 89)
 
 
 @pytest.mark.long(seconds=10)
@@ -40,7 +40,7 @@ def test_all_programs_of_a_frame_compile_within_their_bounds(tmp_path: Path) -> 
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     lines = re.findall(r"^\| (\w+).*?\| +(\d+) \|$", run.stdout, re.M)
-    assert {"rms_norm", "add_layer_norm", "silu_times", "rotate_append", "attend_split"} <= {
+    assert {"rms_norm", "add_layer_norm", "silu_times", "rotate_append", "attend", "widen"} <= {
         name for name, _ in lines
     }
     # With a width that is known to be a multiple of 16, whole rows are loaded 16 bytes at a time.

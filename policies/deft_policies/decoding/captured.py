@@ -24,7 +24,16 @@ from torch import Tensor
 
 from deft_policies.decoding.sampling import first_maximum
 from deft_policies.decoding.tree import DraftTree
-from deft_policies.model.fused_attention import FusedAttention
+from deft_policies.model.fused_attention import (
+    ANSWER,
+    MOST_DEEP,
+    NUM_HEADER,
+    ROOT,
+    SLOT,
+    TWO_WAY,
+    WORD,
+    FusedAttention,
+)
 from deft_policies.model.graphs import Reserve, StepRunner
 from deft_policies.model.kv_cache import (
     CacheWindow,
@@ -44,11 +53,10 @@ if TYPE_CHECKING:
 NARROW = 8  # nodes of a tree that shares a pass with others, at most
 WIDTHS = (1, NARROW, 16, 64, 128)  # nodes of a captured pass; others are padded to the next
 _RIDERS = (0, NARROW, 64, 128)  # guesses behind a captured prompt
-_BITS = 64  # of a word of ancestors
 UNREAD = -1  # in place of a token that is still on the device
 # Estimates of what captures take: kernels of a layer, bytes of each, queries of a narrow pass.
 _NODES_OF_LAYER, _BYTES_OF_NODE, _FEW_QUERIES = 11, 10_000, 64
-_OF_ROW = 2  # numbers of a row beside those of its nodes: node 0's position, and whose it is
+assert WIDTHS[-1] <= MOST_DEEP
 
 
 def bucket(width: int, widths: Items[int] = WIDTHS) -> int:
@@ -132,11 +140,50 @@ class Layout:
         sums = 8 * 8 * _FEW_QUERIES * sizes.num_heads * sizes.head_dim
         nodes = num_graphs * _NODES_OF_LAYER * sizes.num_layers * _BYTES_OF_NODE
         return {
-            "keys and values": (self.num_slots + 1) * self.num_positions * token,
+            "keys and values": self.num_slots * self.num_positions * token,
             "scores": self.num_nodes * scores + prompts,
             "workspaces": widest * of_token + sums + self.longest * sizes.vocabulary // 8,
             "graphs": nodes,
         }
+
+
+Header = tuple[int, int, int, int, int]  # see `fused_attention`
+
+
+def words_of(width: int) -> int:
+    """Words of ancestors of a node in a tree of so many."""
+    return -(-width // WORD)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What the host has said of the rows of a pass, on the device."""
+
+    numbers: Tensor  # [row, ..]
+    width: int  # nodes of a row
+    words: int  # of ancestors, of a node
+
+    def header(self, which: int) -> Tensor:
+        """[row]: see `fused_attention`."""
+        return self.numbers[:, which]
+
+    @property
+    def tokens(self) -> Tensor:
+        """[row, node]."""
+        return self.numbers[:, NUM_HEADER : NUM_HEADER + self.width]
+
+    @property
+    def depths(self) -> Tensor:
+        """[row, node]."""
+        return self.numbers[:, NUM_HEADER + self.width : NUM_HEADER + 2 * self.width]
+
+    @property
+    def ancestors(self) -> Tensor:
+        """bool [row, node, node]: the column lies on the row's path, itself included."""
+        bits = self.numbers[:, NUM_HEADER + 2 * self.width :]
+        shifts = torch.arange(WORD, device=bits.device)
+        spread = (bits.reshape(len(bits), self.width, self.words, 1) >> shifts) & 1
+        return spread.flatten(2)[:, :, : self.width] > 0
 
 
 class CapturedPasses:
@@ -159,7 +206,8 @@ class CapturedPasses:
         self.reserve, self.widest = runner.reserve, bucket(widest)
         self.cache, self.num_slots = cache, layout.num_slots
         self._longest = layout.longest
-        cache.fix(self.num_slots + 1, layout.num_positions, self)  # one slot more, for prefills
+        cache.fix(self.num_slots, layout.num_positions, self)
+        self._prompts: dict[int, int] = {}  # positions of the prompt that was read into a slot
         weight = decoder.embedding.weight
         num_nodes = layout.num_nodes
         num_hidden = self.reserve.lengths[-1] + self.widest
@@ -167,7 +215,7 @@ class CapturedPasses:
             riders = riders_of(self.widest)[-1]
             size = max(
                 self.num_slots * self._size_of_row(self.widest),
-                self._size_of_row(1 + riders) + 2,  # a prefill: its slot, too, and what is two-way
+                self._size_of_row(1 + riders),  # a prefill
             )
             self._numbers = torch.zeros(size, dtype=torch.int64, device=weight.device)
             self._embeds = weight.new_zeros(self.reserve.lengths[-1], weight.shape[1])
@@ -179,7 +227,7 @@ class CapturedPasses:
             self.answers = torch.zeros(num_nodes, dtype=torch.int64, device=weight.device)
 
     def _size_of_row(self, width: int) -> int:
-        return _OF_ROW + width * (2 + -(-width // _BITS))
+        return NUM_HEADER + width * (2 + words_of(width))
 
     def run_passes(self, rows: Items[PassRow]) -> list[int]:
         """Run a round; where node 0 of each row lies in the scores."""
@@ -201,9 +249,11 @@ class CapturedPasses:
         for slot in range(num_rows):
             row = by_slot.get(slot)
             if row is None:
-                _encode(numbers[slot], behind, 0, _BLANK, width, -behind)
+                _encode(numbers[slot], (behind, 0, 0, slot, 0), _BLANK, width, -behind)
             else:
-                _encode(numbers[slot], row.start, row.number, row.tree, width)
+                num_prompt = self._prompts.get(slot, row.start)
+                header = (row.start, row.number, num_prompt, slot, 0)
+                _encode(numbers[slot], header, row.tree, width)
         self._upload(numbers)
         key = Shape(num_rows, width)
         self._runner.run((self, key, at), lambda: self._pass(num_rows, width, at), ())
@@ -214,35 +264,39 @@ class CapturedPasses:
             staged = staged.pin_memory()
         self._numbers[: len(staged)].copy_(staged, non_blocking=True)
 
-    def _read_rows(
-        self, num_rows: int, width: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Starts and answers [row], tokens and depths [row, node], ancestors [row, node, node]."""
-        words = -(-width // _BITS)
+    def _read_rows(self, num_rows: int, width: int) -> _Rows:
+        """What was uploaded."""
         size = self._size_of_row(width)
         numbers = self._numbers[: num_rows * size].view(num_rows, size)
-        sizes = [1, 1, width, width, width * words]
-        starts, answers, tokens, depths, bits = torch.split(numbers, sizes, dim=1)
-        shifts = torch.arange(_BITS, device=numbers.device)
-        spread = (bits.view(num_rows, width, words, 1) >> shifts) & 1
-        ancestors = spread.flatten(2)[:, :, :width] > 0
-        return starts[:, 0], answers[:, 0], tokens, depths, ancestors
+        return _Rows(numbers, width, words_of(width))
 
     def _pass(self, num_rows: int, width: int, at: int) -> tuple[()]:
         """One pass over slots 0 to `num_rows`, whose scores are written from node `at` on."""
-        starts, answers, tokens, depths, ancestors = self._read_rows(num_rows, width)
+        rows = self._read_rows(num_rows, width)
+        roots, tokens = rows.header(ROOT), rows.tokens
         if width == 1:  # a token that the host has not read is that of the last such pass
             tokens = torch.where(tokens == UNREAD, self.best[:num_rows, None], tokens)
         embeds = self._decoder.embedding(tokens)
-        positions = tree_positions(starts, width)
-        seen = tree_mask(starts, ancestors, self.cache.num_positions)
-        attention = self._attention(
-            embeds, starts[:, None] + depths, slice(0, num_rows), positions, seen
-        )
+        places = tree_positions(roots, width)
+        attention: FusedAttention | Attention | None
+        attention = self._fused(rows, embeds, roots[:, None] + rows.depths, places)
+        if attention is None:
+            seen = tree_mask(roots, rows.ancestors, self.cache.num_positions)
+            strips = self.cache.data[:, :num_rows].transpose(2, 3)
+            num_heads = self._decoder.sizes.num_kv_heads
+            window = CacheWindow(
+                targets=self.cache.flat.unbind(0),
+                keys=strips[:, :, :num_heads].unbind(0),
+                values=strips[:, :, num_heads:].unbind(0),
+                index=self._index(rows, places),
+            )
+            positions = roots[:, None] + rows.depths
+            attention = self._plain(embeds, positions, window, seen)
         hidden = self._passes.run(embeds.flatten(0, 1), attention)
         here = slice(at, at + num_rows * width)
         self._write(here, hidden)
-        self.answers[here].view(num_rows, width).copy_(answers[:, None].expand(-1, width))
+        answers = rows.header(ANSWER)[:, None]
+        self.answers[here].view(num_rows, width).copy_(answers.expand(-1, width))
         return ()
 
     def run_prefill(self, row: PassRow) -> Tensor | None:
@@ -258,11 +312,11 @@ class CapturedPasses:
         riders = bucket(num_guesses, counts)
         if row.keeps_hidden and not self.keeps_hidden:
             riders = counts[-1]
-        size = self._size_of_row(1 + riders)
-        numbers = np.zeros(size + 2, np.int64)
-        _encode(numbers[:size], prompt.length, row.number, row.tree, 1 + riders)
-        numbers[size:] = row.slot, prompt.two_way
+        header = (prompt.length - 1, row.number, prompt.length, row.slot, prompt.two_way)
+        numbers = np.zeros(self._size_of_row(1 + riders), np.int64)
+        _encode(numbers, header, row.tree, 1 + riders)
         self._upload(numbers)
+        self._prompts[row.slot] = prompt.length
         self._embeds[: prompt.length].copy_(prompt.embeds)
         keeps = row.keeps_hidden or self.keeps_hidden
         key = Shape(1, 1 + riders, length, keeps)
@@ -272,55 +326,71 @@ class CapturedPasses:
     keeps_hidden = False  # whether every prefill keeps the hidden states of its prompt
 
     def _prefill(self, length: int, riders: int, keeps_hidden: bool) -> tuple[()]:
-        """A prompt of up to `length` positions, computed in a slot of its own and then copied."""
+        """A prompt of up to `length` positions with its guesses."""
         width = 1 + riders
-        lengths, answers, tokens, depths, ancestors = self._read_rows(1, width)
-        behind = self._size_of_row(width)
-        slot, two_way = self._numbers[behind : behind + 2]
+        rows = self._read_rows(1, width)
+        lengths = rows.header(ROOT) + 1
         embeds = self._embeds[None, :length]
-        sources, positions, nodes = prefill_layout(lengths, depths, length)
+        sources, positions, nodes = prefill_layout(lengths, rows.depths, length)
         if riders:
-            embeds = torch.cat((embeds, self._decoder.embedding(tokens[:, 1:])), dim=1)
+            embeds = torch.cat((embeds, self._decoder.embedding(rows.tokens[:, 1:])), dim=1)
             embeds = take_rows(embeds, sources)
         num_places = length + riders
-        seen = prefill_mask(nodes, ancestors, num_places, two_way[None])
         places = torch.arange(num_places, device=embeds.device)[None]
-        spare = slice(self.num_slots, self.num_slots + 1)
-        attention = self._attention(embeds, positions, spare, places, seen)
-        last = None if keeps_hidden else attention.of_rows_out(nodes)
+        last: FusedAttention | Attention | None = None
+        attention: FusedAttention | Attention | None
+        attention = fused = self._fused(rows, embeds, positions, places, is_prefill=True)
+        if fused is None:
+            two_way, slots = rows.header(TWO_WAY), rows.header(SLOT)
+            seen = prefill_mask(nodes, rows.ancestors, num_places, two_way)
+            window = self.cache.open_at(slots, places, num_places)
+            attention = plain = self._plain(embeds, positions, window, seen)
+            if not keeps_hidden:
+                last = plain.of_rows_out(nodes)
+        elif not keeps_hidden:
+            last = fused.of_nodes(nodes[0])
+        assert attention is not None
         hidden = self._passes.run(embeds.flatten(0, 1), attention, last)
         if keeps_hidden:
             self.prompt[:num_places].copy_(hidden)
             hidden = hidden[nodes[0]]
         self._write(slice(0, width), hidden)
-        self.answers[:width].copy_(answers.expand(width))
-        flat, own = self.cache.flat, self.num_slots * self.cache.num_positions
-        targets = slot * self.cache.num_positions + places[0]
-        flat[:, :own].index_copy_(1, targets, flat[:, own : own + num_places])
+        self.answers[:width].copy_(rows.header(ANSWER).expand(width))
         return ()
 
-    def _attention(
-        self, embeds: Tensor, positions: Tensor, slots: slice, places: Tensor, seen: Tensor
-    ) -> FusedAttention | Attention:
-        """Of tokens at rotary `positions` that are written to `places`, both [row, token]."""
-        sizes, cache = self._decoder.sizes, self.cache
-        rotation = self._decoder.rotary(positions, embeds)
-        rows = torch.arange(slots.start, slots.stop, device=places.device)[:, None]
-        index = (rows * cache.num_positions + places).flatten()
-        kernels = self._decoder.kernels
-        if kernels is not None:
-            return FusedAttention.of(sizes, kernels, rotation, cache.data, slots, index, seen)
-        read = seen.shape[3]
-        strips = cache.data[:, slots, :read].transpose(2, 3)
-        window = CacheWindow(
-            targets=cache.flat.unbind(0),
-            keys=strips[:, :, : sizes.num_kv_heads].unbind(0),
-            values=strips[:, :, sizes.num_kv_heads :].unbind(0),
-            index=index,
+    def _index(self, rows: _Rows, places: Tensor) -> Tensor:
+        """Where tokens at `places` [row, token] lie among all positions of all slots."""
+        return (rows.header(SLOT)[:, None] * self.cache.num_positions + places).flatten()
+
+    def _fused(
+        self,
+        rows: _Rows,
+        embeds: Tensor,
+        positions: Tensor,
+        places: Tensor,
+        is_prefill: bool = False,
+    ) -> FusedAttention | None:
+        """The attention of tokens at rotary `positions` that are written to `places`.
+
+        None where there are no fused kernels.
+        """
+        kernels, sizes = self._decoder.kernels, self._decoder.sizes
+        if kernels is None:
+            return None
+        cos, sin = self._decoder.rotary(positions, embeds)
+        rotation = cos.reshape(-1, sizes.head_dim), sin.reshape(-1, sizes.head_dim)
+        index, data = self._index(rows, places), self.cache.data
+        return FusedAttention(
+            sizes, kernels, rotation, data, index, rows.numbers, rows.width, is_prefill
         )
+
+    def _plain(
+        self, embeds: Tensor, positions: Tensor, window: CacheWindow, seen: Tensor
+    ) -> Attention:
+        """The same by PyTorch's own operations."""
+        cos, sin = self._decoder.rotary(positions, embeds)
         mask = added_mask(seen, embeds.dtype)
-        cos, sin = rotation
-        return Attention(sizes, cos, sin, mask, window=window)
+        return Attention(self._decoder.sizes, cos, sin, mask, window=window)
 
     def _write(self, here: slice, hidden: Tensor) -> None:
         """Write the scores of nodes."""
@@ -337,16 +407,18 @@ class CapturedPasses:
             self._numbers.zero_()
             size = self._size_of_row(shape.width)
             if shape.length:
-                numbers = np.zeros(size + 2, np.int64)
-                _encode(numbers[:size], shape.length, 0, _BLANK, shape.width)
+                numbers = np.zeros(size, np.int64)
+                header = (shape.length - 1, 0, shape.length, 0, 0)
+                _encode(numbers, header, _BLANK, shape.width)
                 self._upload(numbers)
                 key: Hashable = (self, shape)
                 length, riders, keeps = shape.length, shape.width - 1, shape.keeps_hidden
                 self._runner.run(key, _prefill_step(self, length, riders, keeps), ())
                 continue
             numbers = np.zeros((shape.rows, size), np.int64)
-            for row in range(shape.rows):
-                _encode(numbers[row], self._longest, 0, _BLANK, shape.width, -self._longest)
+            for slot in range(shape.rows):
+                header = (self._longest, 0, 0, slot, 0)
+                _encode(numbers[slot], header, _BLANK, shape.width, -self._longest)
             self._upload(numbers)
             at = 0 if shape.width <= NARROW else NARROW * self.num_slots
             key = (self, shape, at)
@@ -367,17 +439,17 @@ _BLANK = DraftTree.of_committed([0])
 
 
 def _encode(
-    out: NDArray[np.int64], start: int, number: int, tree: DraftTree, width: int, offset: int = 0
+    out: NDArray[np.int64], header: Header, tree: DraftTree, width: int, offset: int = 0
 ) -> None:
     """Write the numbers of a row of zeros. Nodes that pad it see node 0 and themselves."""
-    num_nodes, num_words = tree.num_nodes, -(-width // _BITS)
+    num_nodes, num_words = tree.num_nodes, words_of(width)
     depths, ancestors = [0], [1]
     for node in range(1, num_nodes):
         parent = tree.parents[node]
         depths.append(depths[parent] + 1)
         ancestors.append(ancestors[parent] | 1 << node)
-    out[:2] = start, number
-    tokens, places, words = np.split(out[_OF_ROW:], (width, 2 * width))
+    out[:NUM_HEADER] = header
+    tokens, places, words = np.split(out[NUM_HEADER:], (width, 2 * width))
     tokens[:num_nodes] = tree.tokens
     places[:] = offset + 1  # of nodes that pad
     places[:num_nodes] = np.add(depths, offset)
@@ -390,6 +462,6 @@ def _encode(
 @lru_cache(maxsize=16)
 def _padding(width: int) -> NDArray[np.int64]:
     """Ancestors of nodes that pad: node 0 and themselves, [node, word]."""
-    num_words = -(-width // _BITS)
+    num_words = words_of(width)
     encoded = b"".join((1 | 1 << node).to_bytes(8 * num_words, "little") for node in range(width))
     return np.frombuffer(encoded, "<i8").reshape(width, num_words).astype(np.int64)

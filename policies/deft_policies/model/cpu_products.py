@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from deft_policies.model.quantization import Matrix
+
 if TYPE_CHECKING:
     from deft_policies.model.kernels.launch import FusedKernels
 
@@ -76,7 +78,8 @@ class PackableLinear(nn.Linear):
         if self._packed is not None and inputs.dtype == torch.bfloat16:
             return self._packed.product(inputs)
         if self.kernels is not None and self.kernels.multiplies(self.weight):
-            rows = self.kernels.product(inputs.flatten(0, -2), self.weight, self.bias)
+            matrix = Matrix(self.weight, self.bias)
+            rows = self.kernels.product(inputs.flatten(0, -2), matrix)
             found = rows.view(*inputs.shape[:-1], -1)
         else:
             found = super().forward(inputs)

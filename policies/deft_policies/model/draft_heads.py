@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from deft_policies.model.fused_attention import FusedAttention
 from deft_policies.model.kv_cache import CacheWindow, KVCache
 from deft_policies.model.llama import (
     Attention,
@@ -95,6 +94,19 @@ class EagleHead(nn.Module):
         return out
 
 
+class _SteadyAttention(Attention):
+    """Sums in float64, so that drafts do not hang on how many answers share a pass."""
+
+    @property
+    def sums_in(self) -> torch.dtype:
+        """The format that scores and values are summed in."""
+        return torch.float64
+
+    def mix(self, layer: int, fused: Tensor) -> Tensor:
+        """Mixed values [row * kept, inner] in the format of what is mixed."""
+        return super().mix(layer, fused).to(fused.dtype)
+
+
 class HeadPasses:
     """Runs a head over a cache whose memory never moves, with fused kernels where there are any.
 
@@ -109,7 +121,7 @@ class HeadPasses:
         self._gate_up = Projection(head.mlp.gate_up, kernels)
         self._down = Projection(head.mlp.down, kernels)
 
-    def run(self, embeds: Tensor, hidden: Tensor, attention: FusedAttention | Attention) -> Tensor:
+    def run(self, embeds: Tensor, hidden: Tensor, attention: Attention) -> Tensor:
         """The output [kept, width] of pairs [row * token, width]: of those that are kept."""
         mixed = self._fc.apply(torch.cat((embeds, hidden), dim=1))
         attended = attention.mix(0, self._qkv.apply(mixed))
@@ -130,18 +142,16 @@ class HeadPasses:
 
     def attention(
         self, like: Tensor, positions: Tensor, places: Tensor, seen: Tensor
-    ) -> FusedAttention | Attention:
+    ) -> Attention:
         """Of tokens at rotary `positions` that are written to `places`, both [row, token].
 
         `seen` [row, 1, token, position] says what each of them sees.
         """
         num_rows, cache, sizes = len(places), self._cache, self._sizes
-        rotation = self._rotation(positions, like)
+        cos, sin = self._rotation(positions, like)
         rows = torch.arange(num_rows, device=places.device)[:, None]
         index = (rows * cache.num_positions + places).flatten()
         slots = slice(0, num_rows)
-        if self._kernels is not None:
-            return FusedAttention.of(sizes, self._kernels, rotation, cache.data, slots, index, seen)
         strips = cache.data[:, slots, : seen.shape[3]].transpose(2, 3)
         window = CacheWindow(
             targets=cache.flat.unbind(0),
@@ -149,8 +159,9 @@ class HeadPasses:
             values=strips[:, :, sizes.num_kv_heads :].unbind(0),
             index=index,
         )
-        cos, sin = rotation
-        return Attention(sizes, cos, sin, added_mask(seen, like.dtype), window=window)
+        if self._kernels is None:
+            return Attention(sizes, cos, sin, added_mask(seen, like.dtype), window=window)
+        return _SteadyAttention(sizes, cos, sin, added_mask(seen, torch.float64), window=window)
 
     def _rotation(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin; what is padding may lie beyond the last position."""

@@ -19,8 +19,9 @@ from deft_policies.model.cpu_products import (
     find_rows,
     pack,
 )
+from deft_policies.model.fused_attention import FusedAttention
 from deft_policies.model.llama import GATES, Layer, LlamaDecoder, RMSNorm
-from deft_policies.model.quantization import Fp8Linear, Fp8Rows
+from deft_policies.model.quantization import Fp8Linear, Matrix
 
 if TYPE_CHECKING:
     from deft_policies.model.kernels.launch import FusedKernels
@@ -56,6 +57,9 @@ class LlamaPasses:
         self._rotary = decoder.rotary
         self._layers = [_LayerWeights(layer, kernels, packs) for layer in decoder.layers]
         self._norm = _Norm(decoder.norm, kernels)
+        self.is_fused = decoder.sizes.gate == "silu" and all(
+            one.is_fused for layer in self._layers for one in layer.projections
+        )
         is_invariant = packs and can_be_batch_invariant(decoder.embedding.weight)
         self.head = Projection(decoder.head, kernels, packs=is_invariant)
         # None: products get the rows that there are.
@@ -72,6 +76,9 @@ class LlamaPasses:
         `last` is the attention of the last layer, where that computes only some tokens. Every other
         layer computes every token, because later layers read their keys.
         """
+        if isinstance(attention, FusedAttention) and self.is_fused:
+            assert last is None or isinstance(last, FusedAttention)
+            return self._run_fused(attention.kernels, embeds, attention, last)
         # A copy, because layers add to it in place.
         hidden, branch = self.padded(embeds.clone()), None
         final = len(self._layers) - 1
@@ -82,8 +89,28 @@ class LlamaPasses:
                 hidden = self.padded(attention.keep(hidden))
             branch = layer.out.add_to(hidden, attention.mix(index, fused))
             gate_up = layer.gate_up.apply(layer.mlp_norm.apply(hidden, branch))
-            branch = layer.down.add_to(hidden, self._open(gate_up, layer.down))
-        return self._norm.plain(hidden, branch)[: attention.num_out]
+            branch = layer.down.add_to(hidden, self._open(gate_up))
+        return self._norm.apply(hidden, branch)[: attention.num_out]
+
+    def _run_fused(
+        self,
+        kernels: "FusedKernels",
+        embeds: Tensor,
+        attention: FusedAttention,
+        last: FusedAttention | None,
+    ) -> Tensor:
+        """`run` where every matrix is multiplied by a fused kernel: seven launches a layer."""
+        hidden = embeds.clone()
+        final = len(self._layers) - 1
+        for index, layer in enumerate(self._layers):
+            normed = layer.attention_norm.apply(hidden, None)
+            queries = attention.project(index, normed, layer.qkv.matrix)
+            if index == final and last is not None:
+                attention, hidden = last, last.keep(hidden)
+            kernels.product(attention.attend(index, queries), layer.out.matrix, residual=hidden)
+            opened = kernels.open(layer.mlp_norm.apply(hidden, None), layer.gate_up.matrix)
+            kernels.product(opened, layer.down.matrix, residual=hidden)
+        return self._norm.apply(hidden, None)
 
     def padded(self, rows: Tensor) -> Tensor:
         """[row, width] as its products need it."""
@@ -106,20 +133,16 @@ class LlamaPasses:
             AS_THEY_COME if self.head.is_fused else PADDED,
         )
 
-    def _open(self, gate_up: Tensor, reader: "Projection") -> "Tensor | Fp8Rows":
+    def _open(self, gate_up: Tensor) -> Tensor:
         """gate(gate) * up; fused kernels know SiLU alone."""
         if self._kernels is not None and self._sizes.gate == "silu":
-            fused = self._kernels
-            return (fused.silu_times_fp8 if reader.is_fp8 else fused.silu_times)(gate_up)
+            return self._kernels.silu_times(gate_up)
         gate, up = gate_up.chunk(2, dim=1)
         return GATES[self._sizes.gate](gate).mul_(up)
 
 
 class Projection:
-    """A weight, ready to multiply [token, in] from the right, and a bias where there is one.
-
-    One in fp8 takes rows that are quantised, or quantises them.
-    """
+    """A weight, ready to multiply [token, in] from the right, and a bias where there is one."""
 
     def __init__(
         self, linear: nn.Module, kernels: "FusedKernels | None" = None, packs: bool = False
@@ -131,50 +154,55 @@ class Projection:
         always, and added afterwards, so that rows can be computed alike.
         """
         self.rows: Rows | None = None  # None: products get the rows that there are
-        self._fused: FusedKernels | None = None  # what multiplies
-        self._fp8 = linear if isinstance(linear, Fp8Linear) else None
-        self._quantise = Fp8Rows.of if kernels is None else kernels.quantise_rows
-        if self._fp8 is not None:
+        self._kernels = kernels
+        self._matrix: Matrix | None = None  # what a fused kernel multiplies
+        self._turned: Tensor | None = None
+        self._packed = None
+        self._adds_later = False
+        self._linear = linear
+        if isinstance(linear, Fp8Linear):
+            self._matrix = None if kernels is None else linear.matrix
             return
         assert isinstance(linear, nn.Linear)
         self._weight, self._bias = linear.weight, linear.bias
-        # Quantised weights are tensors of another class, and only know `linear`.
-        is_plain = type(linear.weight) is nn.Parameter and type(linear.weight.data) is Tensor
-        self._turned = linear.weight.detach().t() if is_plain else None
-        self._packed = pack(linear.weight.detach()) if packs and is_plain else None
+        # Weights that torchao has quantised are tensors of another class, and only know `linear`.
+        if type(linear.weight) is not nn.Parameter or type(linear.weight.data) is not Tensor:
+            return
+        weight = linear.weight.detach()
+        self._turned = weight.t()
+        self._packed = pack(weight) if packs else None
         self._adds_later = packs and can_be_batch_invariant(linear.weight)
-        if is_plain and kernels is not None and kernels.multiplies(linear.weight):
-            self._fused = kernels
-
-    @property
-    def is_fp8(self) -> bool:
-        """Whether it is best given rows in fp8."""
-        return self._fp8 is not None
+        if kernels is not None and kernels.multiplies(linear.weight):
+            self._matrix = Matrix(weight, None if linear.bias is None else linear.bias.detach())
 
     @property
     def is_fused(self) -> bool:
         """Whether a fused kernel multiplies."""
-        return self._fused is not None
+        return self._matrix is not None
 
-    def apply(self, inputs: Tensor | Fp8Rows) -> Tensor:
+    @property
+    def matrix(self) -> Matrix:
+        """What a fused kernel multiplies."""
+        assert self._matrix is not None
+        return self._matrix
+
+    def apply(self, inputs: Tensor) -> Tensor:
         """Multiply [token, in]."""
-        if self._fp8 is not None:
-            rows = inputs if isinstance(inputs, Fp8Rows) else self._quantise(inputs)
-            return self._fp8.multiply(rows)
-        assert isinstance(inputs, Tensor)
         if self.rows is not None:
             return self.rows.multiply(self._multiply, inputs)
         return self._multiply(inputs)
 
     def apply_some(self, inputs: Tensor, rows: slice) -> Tensor:
         """Multiply [token, in] by some rows of a weight that is as it was."""
-        if self._fused is not None:
-            return self._fused.product(inputs, self._weight[rows])
+        if self._matrix is not None and self._kernels is not None:
+            return self._kernels.product(inputs, Matrix(self._matrix.weight[rows]))
         return functional.linear(inputs, self._weight[rows])
 
     def _multiply(self, inputs: Tensor) -> Tensor:
-        if self._fused is not None:
-            return self._fused.product(inputs, self._weight, self._bias)
+        if self._matrix is not None and self._kernels is not None:
+            return self._kernels.product(inputs, self._matrix)
+        if isinstance(self._linear, Fp8Linear):
+            return self._linear.multiply(inputs)
         if self._packed is not None and inputs.shape[0] >= self._packed.least_rows:
             found = self._packed.product(inputs)
         elif self._turned is None:
@@ -183,18 +211,18 @@ class Projection:
             found = torch.mm(inputs, self._turned)
         return found if self._bias is None else found.add_(self._bias)
 
-    def add_to(self, residual: Tensor, inputs: Tensor | Fp8Rows) -> Tensor | None:
-        """Multiply [token, in] and add to [token, out] in place: else that is copied first.
+    def add_to(self, residual: Tensor, inputs: Tensor) -> Tensor | None:
+        """Multiply [token, in] and add to [token, out] in place.
 
         Returns what is still to be added: not every product can add at once.
         """
-        if isinstance(inputs, Fp8Rows) or self._fp8 is not None or self._turned is None:
-            return self.apply(inputs)
-        if self._fused is not None:
-            self._fused.product(inputs, self._weight, residual=residual)
+        if self._matrix is not None and self._kernels is not None:
+            self._kernels.product(inputs, self._matrix, residual=residual)
             return None
-        if self._adds_later or (
-            self._packed is not None and inputs.shape[0] >= self._packed.least_rows
+        if (
+            self._turned is None
+            or self._adds_later
+            or (self._packed is not None and inputs.shape[0] >= self._packed.least_rows)
         ):
             return self.apply(inputs)
         residual.addmm_(inputs, self._turned)
@@ -204,12 +232,8 @@ class Projection:
 class _Norm:
     """`RMSNorm` with as few kernels as it takes: on a CPU they cost more than the arithmetic."""
 
-    def __init__(
-        self, norm: nn.Module, kernels: "FusedKernels | None", is_fp8: bool = False
-    ) -> None:
-        """Where what reads it `is_fp8`, fused kernels quantise in the same launch."""
+    def __init__(self, norm: nn.Module, kernels: "FusedKernels | None") -> None:
         assert isinstance(norm, RMSNorm)
-        self._is_fp8 = is_fp8
         weight, eps = norm.weight, norm.eps
         self._kernels = kernels
         self._number = eps
@@ -218,14 +242,8 @@ class _Norm:
         self._share = 1.0 / len(weight)
         self._is_float32 = weight.dtype == torch.float32
 
-    def apply(self, hidden: Tensor, branch: Tensor | None) -> Tensor | Fp8Rows:
+    def apply(self, hidden: Tensor, branch: Tensor | None) -> Tensor:
         """Add what is still to be added, in place, and normalise."""
-        if self._kernels is not None and self._is_fp8:
-            return self._kernels.rms_norm_fp8(hidden, branch, self._weight, self._number)
-        return self.plain(hidden, branch)
-
-    def plain(self, hidden: Tensor, branch: Tensor | None) -> Tensor:
-        """In the format of `hidden`."""
         if branch is not None:
             hidden.add_(branch)
         if self._kernels is not None:
@@ -248,5 +266,5 @@ class _LayerWeights:
         self.gate_up = Projection(layer.mlp.gate_up, kernels, packs)
         self.down = Projection(layer.mlp.down, kernels, packs)
         self.projections = (self.qkv, self.out, self.gate_up, self.down)
-        self.attention_norm = _Norm(layer.attention_norm, kernels, self.qkv.is_fp8)
-        self.mlp_norm = _Norm(layer.mlp_norm, kernels, self.gate_up.is_fp8)
+        self.attention_norm = _Norm(layer.attention_norm, kernels)
+        self.mlp_norm = _Norm(layer.mlp_norm, kernels)

@@ -3,9 +3,10 @@
 The library is imported only when it is asked for: it is slow to import, and speaks on the way.
 Embedding, head, norms and everything that looks at the image keep their format.
 
-In fp8 (e4m3) matrices, and what they are multiplied with, have a scale for every row. The product
-is PyTorch's own `_scaled_mm`, which runs on a CPU too, slowly. Nothing of it needs Triton; where
-that is, the norm before a matrix quantises in the same launch (`kernels.launch`).
+In fp8 (e4m3) each row of a matrix has a scale, a power of two: so bfloat16 holds every weight
+exactly. Only the weights have fewer bits: what they are multiplied with keeps its format, and a
+token has the bits alone that it has among others. On a GPU our own product reads fp8 (`kernels`);
+elsewhere there is a slow twin, for tests.
 """
 
 import logging
@@ -18,6 +19,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from deft_policies.errors import DeviceError
 from deft_policies.model.formats import Quantization
@@ -27,7 +29,6 @@ LARGEST = 448.0  # that the format holds
 SMALLEST_ROW = 1e-12  # rows of nothing but zeros are divided by this
 _GROUP = 32  # inputs that share an int4 scale on a CPU
 _GROUP_CUDA = 128
-_TILE = 16  # what fp8 matrix products ask of both sides
 _CAPABILITY = {Quantization.FP8: (8, 9), Quantization.INT4: (8, 0)}  # of a GPU, at least
 
 
@@ -83,8 +84,6 @@ def quantize_linears(
 def _fits(linear: nn.Linear, quantization: Quantization, device: torch.device) -> bool:
     if quantization is Quantization.INT4:
         return linear.in_features % (_GROUP if device.type == "cpu" else _GROUP_CUDA) == 0
-    if quantization is Quantization.FP8:
-        return linear.in_features % _TILE == 0 and linear.out_features % _TILE == 0
     return True
 
 
@@ -130,46 +129,37 @@ def _quiet() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Fp8Rows:
-    """Rows whose largest value is the largest of the format, and what to multiply them by."""
+class Matrix:
+    """A weight [out, in] and a bias [out]; one in fp8 has `scales` [out], in float32, too."""
 
-    values: Tensor  # [row, column] e4m3
-    scales: Tensor  # [row, 1] float32
-
-    @staticmethod
-    def of(wide: Tensor) -> "Fp8Rows":
-        """Quantise [row, column]: the slow, plain twin of what the fused kernels do."""
-        rows = wide.float()
-        scales = rows.abs().amax(dim=1, keepdim=True).clamp_(min=SMALLEST_ROW).div_(LARGEST)
-        return Fp8Rows((rows / scales).to(FP8), scales)
-
-    @staticmethod
-    def like(wide: Tensor, width: int) -> "Fp8Rows":
-        """Room for as many rows as `wide` has."""
-        values = torch.empty(len(wide), width, dtype=FP8, device=wide.device)
-        return Fp8Rows(values, torch.empty(len(wide), 1, device=wide.device))
+    weight: Tensor
+    bias: Tensor | None = None
+    scales: Tensor | None = None
 
 
 class Fp8Linear(nn.Module):
-    """A linear without a bias, its weight quantised row by row."""
+    """A linear without a bias, its weight in fp8 with a scale for every row."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         assert linear.bias is None
-        self.yields: torch.dtype = linear.weight.dtype
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        rows = Fp8Rows.of(linear.weight.detach())
-        self.register_buffer("values", rows.values)
-        self.register_buffer("scales", rows.scales.t().contiguous())
+        wide = linear.weight.detach().float()
+        largest = wide.abs().amax(dim=1).clamp_(min=SMALLEST_ROW).div_(LARGEST)
+        scales = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent)
+        self.register_buffer("values", (wide / scales[:, None]).to(FP8))
+        self.register_buffer("scales", scales)
 
-    def multiply(self, inputs: Fp8Rows) -> Tensor:
-        """[row, out], in the format that the weight had."""
-        values, scales = self.get_buffer("values"), self.get_buffer("scales")
-        return torch._scaled_mm(
-            inputs.values, values.t(), inputs.scales, scales, out_dtype=self.yields
-        )
+    @property
+    def matrix(self) -> Matrix:
+        """For our own product."""
+        return Matrix(self.get_buffer("values"), scales=self.get_buffer("scales"))
+
+    def multiply(self, inputs: Tensor) -> Tensor:
+        """[row, out] of [row, in], summed in float32."""
+        sums = functional.linear(inputs.float(), self.get_buffer("values").float())
+        return sums.mul_(self.get_buffer("scales")).to(inputs.dtype)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Multiply [..., in]."""
-        product = self.multiply(Fp8Rows.of(inputs.flatten(0, -2)))
-        return product.view(*inputs.shape[:-1], -1)
+        return self.multiply(inputs.flatten(0, -2)).view(*inputs.shape[:-1], -1)

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from deft_policies.model.cpu_products import PackableLinear
 from deft_policies.model.llama import RMSNorm
+from deft_policies.model.quantization import Matrix
 
 if TYPE_CHECKING:
     from deft_policies.model.kernels.launch import FusedKernels
@@ -81,7 +82,7 @@ class QwenVision(nn.Module):
         # Its windows do not overlap: one matrix product.
         project = self.patch_embed.get_parameter("proj.weight").flatten(1)
         if self.kernels is not None and self.kernels.multiplies(project):
-            hidden = self.kernels.product(patches.flatten(0, 1), project)
+            hidden = self.kernels.product(patches.flatten(0, 1), Matrix(project))
             hidden = hidden.view(*patches.shape[:2], -1)
         else:
             hidden = functional.linear(patches, project)

@@ -16,7 +16,7 @@ from torch.nn import functional
 from deft_policies.model.cpu_products import PackableLinear
 from deft_policies.model.formats import Quantization
 from deft_policies.model.llama import LlamaDecoder
-from deft_policies.model.quantization import quantize_linears
+from deft_policies.model.quantization import Matrix, quantize_linears
 from deft_policies.model.sizes import LAYER_NORM_EPS, OpenVLAConfig, TowerConfig, VlaConfig
 from deft_policies.model.tensor_names import tensor_places
 
@@ -294,6 +294,8 @@ class VisionTransformer(nn.Module):
         side = pixels.shape[2] // size
         windows = pixels.reshape(-1, 3, side, size, side, size).permute(0, 2, 4, 1, 3, 5)
         flat = windows.flatten(3).flatten(1, 2)
-        return (
-            functional.linear(flat, self.patch.weight.flatten(1), self.patch.bias) + self.position
-        )
+        weight, bias = self.patch.weight.flatten(1), self.patch.bias
+        if self.kernels is None or not self.kernels.multiplies(weight):
+            return functional.linear(flat, weight, bias) + self.position
+        rows = self.kernels.product(flat.flatten(0, 1), Matrix(weight, bias))
+        return rows.view(len(flat), -1, self.sizes.width) + self.position

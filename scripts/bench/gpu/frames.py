@@ -73,12 +73,12 @@ def frames(setting: Setting) -> Iterator[Row]:
     }
     contenders = [Contender(one.name, policy, one.name) for one in scripts]
     for run in replay(contenders, seen, num_warm_ups=3):
-        yield {"method": run.contender.name, **_times(run)}
+        yield {"method": run.contender.name, **times_of(run)}
     for key in runner.uncaptured:
         yield {"method": f"not captured: {key}"[:80]}
 
 
-def _times(run: Replay) -> Row:
+def times_of(run: Replay) -> Row:
     """Medians over frames, in milliseconds; what is outside of stages is the host's alone."""
     timings = [one.chunk.timings for one in run.answers]
     behind = [one.draft_ms + one.verify_ms + one.judge_ms + one.commit_ms for one in timings]
@@ -115,7 +115,7 @@ def transformers(setting: Setting) -> Iterator[Row]:
     ]
     runs = replay(contenders, seen, num_warm_ups=2)
     for run in runs:
-        yield {"method": run.contender.name, **_times(run)}
+        yield {"method": run.contender.name, **times_of(run)}
     mine, other = (median(one.wall_ms for one in run.answers) for run in runs)
     yield {"method": "theirs over ours", "p50 ms": other / mine}
 
@@ -127,7 +127,7 @@ def text(setting: Setting) -> Iterator[Row]:
     ours, _ = captured_policy(setting, scripts, seen, num_tokens=length)
     contenders = [Contender(f"{one.name}, {length} tokens", ours, one.name) for one in scripts]
     for run in replay(contenders, seen, num_warm_ups=1):
-        yield {"method": run.contender.name, **_times(run)}
+        yield {"method": run.contender.name, **times_of(run)}
 
 
 def batches(setting: Setting) -> Iterator[Row]:

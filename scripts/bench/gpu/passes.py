@@ -54,14 +54,14 @@ def bits(setting: Setting) -> Iterator[Row]:
     (prompt,) = prompts_of(eager.target, [size.prompt - 10])
     (tokens,) = tokens_of(eager.target, 1, max(size.chains))
     where = find_plain_difference(prompt, tokens, captured, eager)
-    yield _verdict(f"plain along {len(tokens)} tokens", "captured", where)
+    yield verdict(f"plain along {len(tokens)} tokens", "captured", where)
     for case in cases_of(eager.target, size):
         for mode, passes in (("eager", eager), ("captured", captured)):
-            yield _verdict(case.name, mode, find_difference(case, passes, eager))
+            yield verdict(case.name, mode, find_difference(case, passes, eager))
     for count in (_FRAMES, 8):
         differing = find_frame_differences(setting.network, count)
         text = f"frames {differing}" if differing else ""
-        yield _verdict(f"towers, {count} frames", "eager", text)
+        yield verdict(f"towers, {count} frames", "eager", text)
 
 
 def both_ways(setting: Setting) -> tuple[Passes, Passes]:
@@ -87,7 +87,7 @@ def cases_of(target: Target, size: Size) -> Iterator[Case]:
     yield batch_case(target, lengths, TREES["woven"])
 
 
-def _verdict(what: str, mode: str, where: str) -> Row:
+def verdict(what: str, mode: str, where: str) -> Row:
     return {"what": what, "mode": mode, "equal": not where, "first difference": where or None}
 
 

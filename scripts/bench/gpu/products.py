@@ -12,6 +12,7 @@ from torch import Tensor
 
 from deft_policies.model.graphs import Tensors
 from deft_policies.model.llama import LlamaDecoder
+from deft_policies.model.quantization import Matrix
 from deft_policies.model.vla import OpenVLAModel
 from scripts.bench.gpu.asking import Row
 from scripts.bench.gpu.setting import Setting
@@ -161,7 +162,11 @@ def _ways(setting: Setting) -> Iterator[tuple[str, Product, Callable[[], Any]]]:
     """Who can multiply here, ours first."""
     kernels = setting.network.decoder.kernels
     if kernels is not None and kernels.multiplies(setting.network.decoder.head.weight):
-        yield "ours", lambda a, b, bias, out: kernels._multiply(a, b, bias, out, None), _as_it_is
+        yield (
+            "ours",
+            lambda a, b, bias, out: kernels._multiply(a, Matrix(b, bias), out, None),
+            _as_it_is,
+        )
     if setting.is_cuda:
         yield "cuBLAS", multiply_by_pytorch, lambda: blas("cublas", may_split=True)
         yield "cuBLASLt", multiply_by_pytorch, lambda: blas("cublaslt", may_split=False)

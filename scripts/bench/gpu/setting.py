@@ -205,8 +205,9 @@ class Setting:
         network = self.make_network()
         if self.is_cuda:
             # Imported here: only GPUs have it.
-            from deft_policies.model.kernels.launch import FusedKernels
+            from deft_policies.model.kernels.launch import FusedKernels, add_whole_sums
 
+            add_whole_sums()
             network.fuse(FusedKernels())
         return network
 

@@ -1,5 +1,8 @@
 """Fused kernels, under Triton's interpreter, against the plain operations that they replace."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,7 +11,9 @@ from torch.nn import functional
 pytest.importorskip("triton", reason="fused kernels need Triton")
 
 from deft_policies.model.kernels import launch
+from deft_policies.model.kernels.launch import NARROW
 from deft_policies.model.llama import RMSNorm, rotate_
+from deft_policies.model.quantization import Fp8Linear, Matrix
 from deft_policies.model.sizes import LlamaSizes
 from tests.triton_twins import Counted
 
@@ -27,15 +32,15 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=generator).to(dtype)
 
 
+def eighths(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Products of them are exact: the interpreter multiplies with the host's library."""
+    return (random(*shape, dtype=dtype, seed=seed) * 8).round() / 8
+
+
 def assert_alike(found: Tensor, expected: Tensor) -> None:
     assert found.dtype == expected.dtype
     bound = TOLERANCE[found.dtype]
     torch.testing.assert_close(found, expected, atol=bound, rtol=bound)
-
-
-def ends_of(mask: Tensor) -> Tensor:
-    """[row, node] of a mask [row, 1, node, slot] that is added."""
-    return ((mask[:, 0] == 0) * torch.arange(1, mask.shape[3] + 1)).amax(2)
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -83,50 +88,151 @@ def test_rotating_and_appending_in_one_launch(dtype: torch.dtype, num_kv_heads: 
     assert_alike(cache, expected)
 
 
+@dataclass(frozen=True)
+class Row:
+    """One row of a pass: where its tree lies, and what its prompt was."""
+
+    parents: Sequence[int]
+    root: int
+    num_prompt: int
+    slot: int = 0
+    two_way: int = 0
+
+    @property
+    def numbers(self) -> Tensor:
+        """As they are uploaded: no tokens, which attention does not read."""
+        depths, ancestors = list[int](), list[int]()
+        for node, parent in enumerate(self.parents):
+            depths.append(depths[parent] + 1 if node else 0)
+            ancestors.append((ancestors[parent] if node else 0) | 1 << node)
+        words = [
+            (one >> 64 * word & (1 << 64) - 1) - (1 << 64) * (one >> 64 * word + 63 & 1)
+            for one in ancestors
+            for word in range(-(-len(depths) // 64))
+        ]
+        header = [self.root, 0, self.num_prompt, self.slot, self.two_way]
+        return torch.tensor([*header, *[0] * len(depths), *depths, *words])
+
+
+def ancestors_seen(row: Row, num_positions: int) -> Tensor:
+    """What each node sees, [node, position], one by one."""
+    found = torch.zeros(len(row.parents), num_positions, dtype=torch.bool)
+    for node in range(len(row.parents)):
+        found[node, : row.root] = True
+        above = node
+        while above >= 0:
+            found[node, row.root + above] = True
+            above = row.parents[above]
+    return found
+
+
+def prompt_seen(row: Row, num_tokens: int) -> Tensor:
+    """What each token of a prompt with guesses behind it sees, [token, position]."""
+    places = torch.arange(num_tokens)
+    found = places <= places[:, None]
+    found |= (places < row.two_way) & (places < row.two_way)[:, None]
+    end = row.root + len(row.parents)
+    found[row.root : end] = ancestors_seen(row, num_tokens)
+    return found
+
+
+def attended(
+    fused: Tensor, cache: Tensor, slots: Sequence[int], seen: Sequence[Tensor], heads: LlamaSizes
+) -> Tensor:
+    """The slow twin of `attend`: PyTorch's attention with a mask, row by row."""
+    rows = fused.view(len(slots), -1, heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim)
+    group, found = heads.num_heads // heads.num_kv_heads, list[Tensor]()
+    for row, slot, mask in zip(rows, slots, seen, strict=True):
+        strip = cache[slot, : mask.shape[1]].transpose(0, 1).repeat_interleave(group, dim=0)
+        keys, values = strip.chunk(2)
+        queries = row[:, : heads.num_heads].transpose(0, 1)
+        mixed = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+        found.append(mixed.transpose(0, 1).flatten(1))
+    return torch.cat(found)
+
+
+CHAIN_OF_8 = tuple(range(-1, 7))
+BRANCHING = (-1, 0, 0, 1, 2, 3, 3, 5, 0)
+WIDE = (-1, *(node // 2 for node in range(69)))  # two words of ancestors
+
+
 @pytest.mark.parametrize("dtype", PRODUCT_FORMATS)
 @pytest.mark.parametrize("num_kv_heads", [4, 1])
-@pytest.mark.parametrize("num_nodes", [1, 24])
-def test_split_attention(dtype: torch.dtype, num_kv_heads: int, num_nodes: int) -> None:
-    """Rows of two lengths in a cache of 200 slots: shares of it are empty, full and cut."""
-    heads, read = head_sizes(num_kv_heads), 150
-    fused = random(2 * num_nodes, (4 + 2 * num_kv_heads) * 8, dtype=dtype)
-    cache = random(2, 200, 2 * num_kv_heads, 8, dtype=dtype, seed=1)
-    seen = torch.rand(2, 1, num_nodes, read, generator=torch.Generator().manual_seed(2)) < 0.7
-    seen[0, :, :, 70:] = False
-    seen[:, :, :, 0] = True
-    mask = torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))
+@pytest.mark.parametrize("parents", [(-1,), CHAIN_OF_8, BRANCHING, WIDE])
+def test_nodes_attend_to_what_is_before_the_root_and_to_their_ancestors(
+    dtype: torch.dtype, num_kv_heads: int, parents: tuple[int, ...]
+) -> None:
+    """Rows of two lengths in slots of 400 positions: in the one the tree follows a long text."""
+    heads = head_sizes(num_kv_heads)
+    rows = [Row(parents, 70, 64, slot=1), Row(parents, 290, 150, slot=0)]
+    fused = random(2 * len(parents), (4 + 2 * num_kv_heads) * 8, dtype=dtype)
+    cache = random(2, 400, 2 * num_kv_heads, 8, dtype=dtype, seed=1)
     counted = Counted()
-    found = counted.kernels.attend(fused, cache, mask, ends_of(mask), heads)
-    queries = fused.view(2, num_nodes, -1, 8)[:, :, :4].transpose(1, 2)
-    keys_values = cache[:, :read].transpose(1, 2).repeat_interleave(4 // num_kv_heads, dim=1)
-    keys, values = keys_values.chunk(2, dim=1)
-    expected = functional.scaled_dot_product_attention(
-        queries, keys, values, attn_mask=mask.to(dtype)
-    )
-    assert_alike(found, expected.transpose(1, 2).reshape(2 * num_nodes, -1))
-    assert counted.launched == ["attend_split", "join_splits"]
+    numbers = torch.stack([row.numbers for row in rows])
+    found = counted.kernels.attend(fused, cache, numbers, len(parents), heads)
+    seen = [ancestors_seen(row, 400) for row in rows]
+    assert_alike(found, attended(fused, cache, [1, 0], seen, heads))
+    assert counted.launched == ["attend"]
 
 
 @pytest.mark.parametrize("dtype", PRODUCT_FORMATS)
-def test_attention_has_the_same_bits_however_slots_are_split_and_wherever_they_lie(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("two_way", [0, 40])
+@pytest.mark.parametrize("num_prompt", [50, 64])
+def test_a_prompt_with_guesses(dtype: torch.dtype, two_way: int, num_prompt: int) -> None:
+    """Padding behind the guesses sees whatever it likes."""
+    heads, num_tokens = head_sizes(2), 80
+    row = Row(BRANCHING, num_prompt - 1, num_prompt, two_way=two_way)
+    fused = eighths(num_tokens, 64, dtype=dtype)
+    cache = eighths(1, 128, 4, 8, dtype=dtype, seed=1)
+    numbers = row.numbers[None]
+    kernels, width = Counted().kernels, len(BRANCHING)
+    found = kernels.attend(fused, cache, numbers, width, heads, is_prefill=True)
+    expected = attended(fused, cache, [0], [prompt_seen(row, num_tokens)], heads)
+    assert_alike(found, expected)
+    # The last layer computes the nodes alone.
+    here = slice(row.root, row.root + width)
+    assert_alike(kernels.attend(fused[here], cache, numbers, width, heads), found[here])
+
+
+@pytest.mark.parametrize(("num_prompt", "root"), [(90, 100), (140, 280)])
+def test_a_node_has_the_same_bits_however_slots_are_split(
+    num_prompt: int, root: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In eighths, whose products are exact: the interpreter multiplies with the host's library."""
-    heads, fused = head_sizes(2), (random(20, 64, dtype=dtype) * 8).round() / 8
-    cache = (random(1, 200, 4, 8, dtype=dtype, seed=1) * 8).round() / 8
-    left_out = torch.rand(1, 1, 20, 150, generator=torch.Generator().manual_seed(2)) < 0.4
-    mask = torch.zeros(1, 1, 20, 150).masked_fill_(left_out, float("-inf"))
-    kernels = Counted().kernels
-    expected = kernels.attend(fused, cache, mask, ends_of(mask), heads)
-    order = torch.randperm(150, generator=torch.Generator().manual_seed(3))
-    moved = cache.clone()
-    moved[:, :150], moved_mask = cache[:, order], mask[..., order]
+    heads, kernels, dtype = head_sizes(2), Counted().kernels, torch.float16
+    fused, cache = eighths(9, 64, dtype=dtype), eighths(1, 400, 4, 8, dtype=dtype, seed=1)
+    numbers = Row(BRANCHING, root, num_prompt).numbers[None]
+    expected = kernels.attend(fused, cache, numbers, len(BRANCHING), heads)
     for most in (1, 2, 4):
         monkeypatch.setattr(launch, "_MOST_SPLITS", most)
-        assert torch.equal(kernels.attend(fused, cache, mask, ends_of(mask), heads), expected)
-        assert torch.equal(
-            kernels.attend(fused, moved, moved_mask, ends_of(moved_mask), heads), expected
-        )
+        assert torch.equal(kernels.attend(fused, cache, numbers, len(BRANCHING), heads), expected)
+
+
+@pytest.mark.parametrize("root", [100, 270])
+def test_a_node_has_the_bits_that_plain_decoding_gives_it(root: int) -> None:
+    """There its ancestors lie one behind the other, and it is alone in its pass."""
+    heads, kernels, num_prompt, dtype = head_sizes(2), Counted().kernels, 90, torch.float16
+    fused, cache = eighths(9, 64, dtype=dtype), eighths(1, 400, 4, 8, dtype=dtype, seed=1)
+    numbers = Row(BRANCHING, root, num_prompt).numbers[None]
+    among = kernels.attend(fused, cache, numbers, len(BRANCHING), heads)
+    for node in range(len(BRANCHING)):
+        path = [node]
+        while path[0]:
+            path.insert(0, BRANCHING[path[0]])
+        compact = cache.clone()
+        compact[:, root : root + len(path)] = cache[:, [root + one for one in path]]
+        alone = Row((-1,), root + len(path) - 1, num_prompt).numbers[None]
+        found = kernels.attend(fused[node : node + 1], compact, alone, 1, heads)
+        assert torch.equal(found[0], among[node])
+
+
+def test_a_row_without_an_answer_attends_to_nothing() -> None:
+    heads, cache = head_sizes(4), random(2, 100, 8, 8, dtype=torch.float32)
+    rows = [Row((-1,), 50, 40), Row((-1,), 90, 0, slot=1)]
+    numbers = torch.stack([row.numbers for row in rows])
+    cache[1] = torch.nan
+    found = Counted().kernels.attend(random(2, 96, dtype=torch.float32), cache, numbers, 1, heads)
+    assert found[0].isfinite().all()
+    assert not found[1].any()
 
 
 @pytest.mark.parametrize("dtype", PRODUCT_FORMATS)
@@ -139,20 +245,60 @@ def test_a_product_with_a_bias_or_what_is_there_already(
     rows, weight = random(num_rows, num_in, dtype=dtype), random(num_out, num_in, dtype=dtype)
     weight *= num_in**-0.5
     bias, residual = random(num_out, dtype=dtype), random(num_rows, num_out, dtype=dtype, seed=1)
-    assert_alike(kernels.product(rows, weight), functional.linear(rows, weight))
-    assert_alike(kernels.product(rows, weight, bias), functional.linear(rows, weight, bias))
+    assert_alike(kernels.product(rows, Matrix(weight)), functional.linear(rows, weight))
+    assert_alike(kernels.product(rows, Matrix(weight, bias)), functional.linear(rows, weight, bias))
     expected = residual + functional.linear(rows, weight)
-    assert kernels.product(rows, weight, residual=residual) is residual
+    assert kernels.product(rows, Matrix(weight), residual=residual) is residual
     assert_alike(residual, expected)
 
 
-@pytest.mark.parametrize("num_nodes", [1, 12])
-def test_a_row_attends_alone_as_among_others(num_nodes: int) -> None:
-    heads, kernels = head_sizes(2), Counted().kernels
-    fused = random(3 * num_nodes, 64, dtype=torch.float32)
-    cache = random(3, 200, 4, 8, dtype=torch.float32, seed=1)
-    mask = torch.zeros(3, 1, num_nodes, 150)
-    among = kernels.attend(fused, cache, mask, ends_of(mask), heads).view(3, num_nodes, -1)
-    for row, given in enumerate(fused.view(3, num_nodes, -1)):
-        alone = kernels.attend(given, cache[row : row + 1], mask[:1], ends_of(mask[:1]), heads)
-        assert torch.equal(alone, among[row])
+@pytest.mark.parametrize("num_rows", [1, 5, NARROW + 1])
+@pytest.mark.parametrize("num_in", [64, 136])
+def test_gate_and_up_are_multiplied_and_opened_in_one_launch(num_rows: int, num_in: int) -> None:
+    """With few rows; bit for bit what two launches find."""
+    counted, dtype = Counted(), torch.float16
+    kernels = counted.kernels
+    rows = eighths(num_rows, num_in, dtype=dtype)
+    matrix = Matrix(eighths(2 * 72, num_in, dtype=dtype, seed=1) / 8)
+    expected = kernels.silu_times(kernels.product(rows, matrix))
+    counted.launched.clear()
+    assert torch.equal(kernels.open(rows, matrix), expected)
+    assert len(counted.launched) == (1 if num_rows <= NARROW else 2)
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, NARROW + 1])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("head_dim", [16, 24])
+def test_queries_keys_and_values_are_multiplied_and_rotated_in_one_launch(
+    num_rows: int, has_bias: bool, head_dim: int
+) -> None:
+    """With few rows; bit for bit what two launches find."""
+    counted, dtype = Counted(), torch.float16
+    kernels = counted.kernels
+    heads = replace(head_sizes(2), head_dim=head_dim)
+    rows, slots = eighths(num_rows, 64, dtype=dtype), torch.arange(num_rows) * 2
+    weight = eighths(8 * head_dim, 64, dtype=dtype, seed=1) / 8
+    matrix = Matrix(weight, eighths(8 * head_dim, dtype=dtype, seed=2) if has_bias else None)
+    both = random(num_rows, 2 * head_dim, dtype=dtype, seed=3)
+    rotation = both[:, :head_dim], both[:, head_dim:]
+    caches = [torch.zeros(1, 2 * num_rows, 4, head_dim, dtype=dtype) for _ in range(2)]
+    expected = kernels.product(rows, matrix)
+    kernels.rotate_append(expected, rotation, caches[0], slots, heads)
+    counted.launched.clear()
+    found = kernels.project(rows, matrix, rotation, caches[1], slots, heads)
+    assert len(counted.launched) == (1 if num_rows <= NARROW else 2)
+    queries = slice(0, heads.num_heads * head_dim)
+    assert torch.equal(found[:, queries], expected[:, queries])
+    assert torch.equal(caches[1], caches[0])
+
+
+@pytest.mark.parametrize("num_rows", [1, 40, 70])  # by all the ways there are
+def test_a_weight_in_fp8_multiplies_as_the_same_numbers_in_16_bits(num_rows: int) -> None:
+    linear = torch.nn.Linear(64, 48, bias=False, dtype=torch.float16)
+    linear.weight.data = random(48, 64, dtype=torch.float16, seed=1) / 8
+    narrow = Fp8Linear(linear).matrix
+    assert narrow.scales is not None
+    wide = Matrix((narrow.weight.float() * narrow.scales[:, None]).half())
+    rows, kernels = eighths(num_rows, 64, dtype=torch.float16), Counted().kernels
+    assert torch.equal(kernels.product(rows, narrow), kernels.product(rows, wide))
+    assert torch.equal(kernels.open(rows, narrow), kernels.open(rows, wide))

@@ -1,29 +1,32 @@
 """Tensors in, launches out: the fused operations of a layer. Imports Triton, so only where it is.
 
-Every function is one launch, `attend` two. Scalars that change from pass to pass are not
-specialised on: what was compiled for one pass serves all others of the same model.
+Every function is one launch. Scalars that change from pass to pass are not specialised on: what was
+compiled for one pass serves all others of the same model.
 """
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from deft_policies.model.fused_attention import NUM_HEADER
 from deft_policies.model.kernels import programs
-from deft_policies.model.quantization import Fp8Rows
+from deft_policies.model.quantization import Matrix
 from deft_policies.model.sizes import LlamaSizes
 
-_SLOTS = 32  # whose values a program adds together: more would take more registers than there are
-_SCORES = 64  # slots that it scores together
-_QUERIES = (16, 32)  # the same; fewer are no matrix product. Both are summed by one instruction
+_CHUNK, _TAIL = 64, 16  # slots that a program adds together, before and behind the border
+_QUERIES = 16  # of a program: the fewest that are a matrix product
 _MOST_SPLITS = 8
-_PROGRAMS = 256  # fill a device: with fewer, slots are split among more
+_PROGRAMS = 256  # fill a device: with fewer, slots are divided among more
+_MOST_COUNTS = 8192  # programs without their splits
 _COLUMNS = 1024
-WARPS_OF_ROWS = 16  # for a whole row of the widest matrix: fewer would keep too much in each
+_HEADS = 8  # that one program rotates
 STAGES = 2  # of loads on their way: more take shared memory that small GPUs have not
+_LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,10 @@ TILES = (
     _Tiles(64, 32, 128, num_warps=4, num_stages=4),
     _Tiles(128, 128, 64, num_warps=8, num_stages=3),
 )
+NARROW = TILES[0].rows  # rows that are multiplied by our own product alone
+_MOST_ROWS_OF_FP8 = TILES[1].rows  # for more a weight is first made wide
+# Where half of the columns are those that others are multiplied or turn with.
+_PAIRS = _Tiles(16, 32, 256, num_warps=4, num_stages=4)
 
 Grid = tuple[int, ...]
 Arguments = tuple[Tensor | int | float, ...]
@@ -53,6 +60,26 @@ Launch = Callable[[Any, Grid, Arguments, Constants], None]
 def start(kernel: Any, grid: Grid, arguments: Arguments, constants: Constants) -> None:
     """Start a Triton program on the tensors' device."""
     kernel[grid](*arguments, **constants)
+
+
+def add_whole_sums() -> None:
+    """Ask PyTorch for products that add every sum from the first to the last, as ours do.
+
+    It then has the bits of ours for more shapes, and more of them on a Hopper GPU are fast.
+    """
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    matmul = torch.backends.cuda.matmul
+    try:
+        matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    except TypeError:  # before torch 2.10, where sums may still be split
+        matmul.allow_bf16_reduced_precision_reduction = False
+
+
+@cache
+def _counts(device: torch.device) -> Tensor:
+    """How many splits have ended, by program; every program leaves zeros behind."""
+    with torch.inference_mode(False):
+        return torch.zeros(_MOST_COUNTS, dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True)
@@ -92,36 +119,6 @@ class FusedKernels:
         self.launch(programs.silu_times, grid, (gate_up, out, width), {"BLOCK": _COLUMNS})
         return out
 
-    def rms_norm_fp8(
-        self, hidden: Tensor, branch: Tensor | None, weight: Tensor, eps: float
-    ) -> Fp8Rows:
-        """`rms_norm`, ready for a matrix in fp8; a branch is added to `hidden` before, in place."""
-        tokens, width = hidden.shape
-        rows = Fp8Rows.like(hidden, width)
-        added = hidden if branch is None else branch
-        given = (hidden, added, weight, rows.values, rows.scales, width, eps)
-        constants = {"HAS_BRANCH": branch is not None, "BLOCK": triton.next_power_of_2(width)}
-        self.launch(programs.rms_norm_fp8, (tokens,), given, constants)
-        return rows
-
-    def silu_times_fp8(self, gate_up: Tensor) -> Fp8Rows:
-        """`silu_times`, ready for a matrix in fp8."""
-        tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
-        rows = Fp8Rows.like(gate_up, width)
-        given = (gate_up, rows.values, rows.scales, width)
-        constants = {"BLOCK": triton.next_power_of_2(width), "num_warps": WARPS_OF_ROWS}
-        self.launch(programs.silu_times_fp8, (tokens,), given, constants)
-        return rows
-
-    def quantise_rows(self, wide: Tensor) -> Fp8Rows:
-        """[token, width] in fp8."""
-        tokens, width = wide.shape
-        rows = Fp8Rows.like(wide, width)
-        given = (wide, rows.values, rows.scales, width)
-        block = triton.next_power_of_2(width)
-        self.launch(programs.quantise_rows, (tokens,), given, {"BLOCK": block})
-        return rows
-
     def rotate_append(
         self,
         fused: Tensor,
@@ -136,124 +133,199 @@ class FusedKernels:
         `slots` are flat indices into its rows.
         """
         cos, sin = rotation
-        grid = (fused.shape[0], heads.num_heads + 2 * heads.num_kv_heads)
+        every = heads.num_heads + 2 * heads.num_kv_heads
+        grid = (fused.shape[0], triton.cdiv(every, _HEADS))
         given = (fused, cos, sin, cache, slots, cos.stride(0))
-        constants = {**_constants(heads), "BLOCK": triton.next_power_of_2(heads.head_dim)}
+        half = triton.next_power_of_2(heads.head_dim // 2)
+        constants = {**_constants(heads), "HEADS": _HEADS, "HALF": half}
         self.launch(programs.rotate_append, grid, given, constants)
 
     def multiplies(self, weight: Tensor) -> bool:
         """Whether `product` takes a weight; PyTorch's own is faster in float32."""
-        return weight.element_size() == 2 and weight.is_contiguous()
+        return weight.element_size() <= 2 and weight.is_contiguous()
 
-    def product(
-        self,
-        rows: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        """[token, in] times weight [out, in]: to every token the bits that it has alone.
+    def product(self, rows: Tensor, matrix: Matrix, residual: Tensor | None = None) -> Tensor:
+        """[token, in] times a matrix: to every token the bits that it has alone.
 
         A residual [token, out] is added to in place, and returned.
         """
-        out = rows.new_empty(len(rows), len(weight)) if residual is None else residual
-        if len(rows) > TILES[0].rows and self._agrees(weight, bias, out, residual):
-            return _multiply_by_pytorch(rows, weight, bias, out, residual)
-        return self._multiply(rows.contiguous(), weight, bias, out, residual)
+        out = rows.new_empty(len(rows), len(matrix.weight)) if residual is None else residual
+        if len(rows) <= NARROW:
+            return self._multiply(rows.contiguous(), matrix, out, residual)
+        if matrix.scales is not None and len(rows) > _MOST_ROWS_OF_FP8:
+            matrix = Matrix(self._widened(matrix, rows), matrix.bias)
+        if self._agrees(matrix, out, residual):
+            return _multiply_by_pytorch(rows, matrix, out, residual)
+        return self._multiply(rows.contiguous(), matrix, out, residual)
 
-    def _agrees(
-        self, weight: Tensor, bias: Tensor | None, out: Tensor, residual: Tensor | None
-    ) -> bool:
+    def _widened(self, matrix: Matrix, like: Tensor) -> Tensor:
+        """A weight in fp8 in the format of `like`, which holds it exactly."""
+        assert matrix.scales is not None
+        num_out, num_in = matrix.weight.shape
+        out = like.new_empty(num_out, num_in)
+        grid = (num_out, triton.cdiv(num_in, _COLUMNS))
+        given = (matrix.weight, matrix.scales, out, num_in)
+        self.launch(programs.widen, grid, given, {"BLOCK": _COLUMNS})
+        return out
+
+    def _agrees(self, matrix: Matrix, out: Tensor, residual: Tensor | None) -> bool:
         """Whether PyTorch's own product, which is faster for many rows, has the same bits here.
 
         Only this machine can tell. It is asked once about every shape: by the first pass, which
         runs before it is captured.
         """
-        if not out.is_cuda:
+        if not out.is_cuda or matrix.scales is not None:
             return False
-        key = (weight.shape, len(out), bias is None, residual is None)
+        weight = matrix.weight
+        key = (weight.shape, len(out), matrix.bias is None, residual is None)
         if key not in self._equals_ours and not torch.cuda.is_current_stream_capturing():
             rows = torch.randn(len(out), weight.shape[1], device=out.device).to(out)
             ours, theirs = torch.randn_like(out), torch.empty_like(out)
             theirs.copy_(ours)
-            self._multiply(rows, weight, bias, ours, None if residual is None else ours)
+            self._multiply(rows, matrix, ours, None if residual is None else ours)
             added = None if residual is None else theirs
-            theirs = _multiply_by_pytorch(rows, weight, bias, theirs, added)
+            theirs = _multiply_by_pytorch(rows, matrix, theirs, added)
             self._equals_ours[key] = torch.equal(ours, theirs)
         return self._equals_ours.get(key, False)
 
     def _multiply(
-        self,
-        rows: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        out: Tensor,
-        residual: Tensor | None,
+        self, rows: Tensor, matrix: Matrix, out: Tensor, residual: Tensor | None
     ) -> Tensor:
-        (num_rows, num_in), num_out = rows.shape, len(weight)
+        (num_rows, num_in), num_out = rows.shape, len(matrix.weight)
         tiles = next((one for one in TILES if num_rows <= one.rows), TILES[-1])
-        given = (rows, weight, weight if bias is None else bias, out, out)
-        constants = {
-            "HAS_BIAS": bias is not None,
-            "HAS_RESIDUAL": residual is not None,
-            "IS_WHOLE": num_in % tiles.inner == 0,
-            "ROWS": tiles.rows,
-            "COLUMNS": tiles.columns,
-            "INNER": tiles.inner,
-            "num_warps": tiles.num_warps,
-            "num_stages": tiles.num_stages,
-        }
         grid = (triton.cdiv(num_rows, tiles.rows), triton.cdiv(num_out, tiles.columns))
-        self.launch(programs.product, grid, (*given, num_rows, num_in, num_out), constants)
+        given = (rows, matrix.weight, *_given(matrix), out, out, num_rows, num_in, num_out)
+        constants = {
+            **_cut(tiles, matrix),
+            "HAS_BIAS": matrix.bias is not None,
+            "HAS_RESIDUAL": residual is not None,
+        }
+        self.launch(programs.product, grid, given, constants)
         return out
 
-    def attend(
-        self, fused: Tensor, cache: Tensor, mask: Tensor, ends: Tensor, heads: LlamaSizes
-    ) -> Tensor:
-        """Mix [row * node, head * head_dim] out of one layer's cache [row, slot, ...].
+    def open(self, rows: Tensor, gate_up: Matrix) -> Tensor:
+        """silu(gate) * up of [token, in] times the matrix of both."""
+        if len(rows) > NARROW:
+            return self.silu_times(self.product(rows, gate_up))
+        (num_rows, num_in), width = rows.shape, len(gate_up.weight) // 2
+        out = rows.new_empty(num_rows, width)
+        grid = (1, triton.cdiv(width, _PAIRS.columns // 2))
+        scales = _given(gate_up)[0]
+        given = (rows.contiguous(), gate_up.weight, scales, out, num_rows, num_in, width)
+        self.launch(programs.product_silu, grid, given, _cut(_PAIRS, gate_up))
+        return out
 
-        `mask` [row, 1, node, slot] in float32 is added to the scores; nothing is seen from `ends`
-        [row, node] on. The rows of the cache are contiguous. How slots and queries are divided
-        changes no bit of the result.
+    def project(
+        self,
+        rows: Tensor,
+        qkv: Matrix,
+        rotation: tuple[Tensor, Tensor],
+        cache: Tensor,
+        slots: Tensor,
+        heads: LlamaSizes,
+    ) -> Tensor:
+        """Multiply by the matrix of queries, keys and values, then as `rotate_append`.
+
+        Returns [token, head * head_dim], of which the queries alone mean anything.
         """
-        num_rows, _, num_nodes, read = mask.shape
-        head_dim, group = heads.head_dim, heads.num_heads // heads.num_kv_heads
-        few, many = _QUERIES
-        queries = few if num_nodes * group <= few else many
-        blocks = heads.num_kv_heads * triton.cdiv(num_nodes * group, queries)
-        splits = min(_MOST_SPLITS, _PROGRAMS // (num_rows * blocks), triton.cdiv(read, _SLOTS))
-        splits = 1 << max(splits.bit_length() - 1, 0)  # few values: each is compiled by itself
-        entries = num_rows * num_nodes * heads.num_heads
-        partial = torch.empty(splits, entries, head_dim, device=fused.device, dtype=torch.float64)
-        totals = partial.new_empty(splits, entries)
-        out = fused.new_empty(num_rows * num_nodes, heads.num_heads * head_dim)
-        block = triton.next_power_of_2(head_dim)
-        scalars = (num_nodes, cache.shape[1], mask.stride(2), head_dim**-0.5)
+        if len(rows) > NARROW:
+            fused = self.product(rows, qkv)
+            self.rotate_append(fused, rotation, cache, slots, heads)
+            return fused
+        (cos, sin), (num_rows, num_in) = rotation, rows.shape
+        fused = rows.new_empty(num_rows, len(qkv.weight))
+        given = (
+            *(rows.contiguous(), qkv.weight, *_given(qkv), cos, sin, fused, cache, slots),
+            *(num_rows, num_in, cos.stride(0)),
+        )
+        every = heads.num_heads + 2 * heads.num_kv_heads
+        grid = (1, every * triton.cdiv(heads.head_dim // 2, _PAIRS.columns // 2))
         constants = {
             **_constants(heads),
+            **_cut(_PAIRS, qkv),
+            "HAS_BIAS": qkv.bias is not None,
+        }
+        self.launch(programs.product_rotated, grid, given, constants)
+        return fused
+
+    def attend(
+        self,
+        fused: Tensor,
+        cache: Tensor,
+        numbers: Tensor,
+        width: int,
+        heads: LlamaSizes,
+        is_prefill: bool = False,
+    ) -> Tensor:
+        """Mix [row * token, head * head_dim] out of one layer's cache [slot, position, ...].
+
+        `numbers` [row, ..] say of each row where it is and what its `width` nodes see (see
+        `programs.attend`). Tokens are the nodes, or all of a prompt with its guesses where it
+        `is_prefill`. How positions and queries are divided changes no bit of the result.
+        """
+        num_rows = len(numbers)
+        num_tokens = len(fused) // num_rows
+        head_dim, group = heads.head_dim, heads.num_heads // heads.num_kv_heads
+        blocks = heads.num_kv_heads * triton.cdiv(num_tokens * group, _QUERIES)
+        splits = min(_MOST_SPLITS, _PROGRAMS // (num_rows * blocks))
+        splits = 1 << max(splits.bit_length() - 1, 0)  # few values: each is compiled by itself
+        entries = num_rows * num_tokens * heads.num_heads if splits > 1 else 0
+        parts = triton.cdiv(cache.shape[1], _CHUNK) + 1
+        partial = torch.empty(parts, entries, head_dim, device=fused.device)
+        totals, tops = partial.new_empty(2, parts, entries).unbind()
+        out = fused.new_empty(num_rows * num_tokens, heads.num_heads * head_dim)
+        block = triton.next_power_of_2(head_dim)
+        words = (numbers.shape[1] - NUM_HEADER) // width - 2
+        scale = head_dim**-0.5 * _LOG2_E
+        scalars = (num_tokens, width, cache.shape[1], numbers.stride(0), scale)
+        constants = {
+            **_constants(heads),
+            "WORDS": words,
+            "IS_PREFILL": is_prefill,
             "NUM_SPLITS": splits,
-            "QUERIES": queries,
-            "SCORES": _SCORES,
-            "SLOTS": _SLOTS,
-            "BLOCK": max(block, few),
+            "QUERIES": _QUERIES,
+            "CHUNK": _CHUNK,
+            "TAIL": _TAIL,
+            "BLOCK": max(block, _QUERIES),
             "num_stages": STAGES,
+            "num_warps": 4 if block <= 128 else 8,
         }
         grid = (num_rows, blocks, splits)
-        given = (fused, cache, mask, ends, partial, totals, *scalars)
-        self.launch(programs.attend_split, grid, given, constants)
-        constants = {"HEAD_DIM": head_dim, "NUM_SPLITS": splits, "BLOCK": block}
-        self.launch(programs.join_splits, (entries,), (partial, totals, out, entries), constants)
+        counts = _counts(fused.device)
+        given = (fused, cache, numbers, partial, totals, tops, counts, out, *scalars)
+        self.launch(programs.attend, grid, given, constants)
         return out
 
 
 def _multiply_by_pytorch(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, residual: Tensor | None
+    rows: Tensor, matrix: Matrix, out: Tensor, residual: Tensor | None
 ) -> Tensor:
     """The product, and then a bias or what is there already."""
-    turned = weight.t()
+    turned, bias = matrix.weight.t(), matrix.bias
     if residual is not None:
         return residual.add_(torch.mm(rows, turned))
     return torch.mm(rows, turned, out=out) if bias is None else torch.addmm(bias, rows, turned)
+
+
+def _given(matrix: Matrix) -> tuple[Tensor, Tensor]:
+    """Scales and biases; the weight where there are none, which nothing reads."""
+    return (
+        matrix.weight if matrix.scales is None else matrix.scales,
+        matrix.weight if matrix.bias is None else matrix.bias,
+    )
+
+
+def _cut(tiles: _Tiles, matrix: Matrix) -> Constants:
+    """What a product is compiled for."""
+    return {
+        "HAS_SCALES": matrix.scales is not None,
+        "IS_WHOLE": matrix.weight.shape[1] % tiles.inner == 0,
+        "ROWS": tiles.rows,
+        "COLUMNS": tiles.columns,
+        "INNER": tiles.inner,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+    }
 
 
 def _constants(heads: LlamaSizes) -> Constants:

@@ -10,6 +10,19 @@ know pointers and strides only; `launch` knows tensors.
 import triton
 import triton.language as tl
 
+from deft_policies.model import fused_attention
+
+_ROOT = tl.constexpr(fused_attention.ROOT)
+_NUM_PROMPT = tl.constexpr(fused_attention.NUM_PROMPT)
+_SLOT = tl.constexpr(fused_attention.SLOT)
+_TWO_WAY = tl.constexpr(fused_attention.TWO_WAY)
+_NUM_HEADER = tl.constexpr(fused_attention.NUM_HEADER)
+_MOST_DEEP = tl.constexpr(fused_attention.MOST_DEEP)
+_WORD = tl.constexpr(fused_attention.WORD)
+_BORDERS = tl.constexpr(16)  # that borders behind a prompt are multiples of
+_AT_ONCE = tl.constexpr(4)  # parts that are read at once
+_LOWEST = tl.constexpr(-900.0)  # of the exponents of weights, so that none overflows
+
 
 @triton.jit
 def rms_norm(hidden, weight, out, width, eps, BLOCK: tl.constexpr):
@@ -17,10 +30,10 @@ def rms_norm(hidden, weight, out, width, eps, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
+    factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     wide = tl.load(hidden + token * width + columns, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
     narrow = (wide * scale).to(out.dtype.element_ty).to(tl.float32)
-    factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     normed = (narrow * factor).to(out.dtype.element_ty)
     tl.store(out + token * width + columns, normed, mask=inside)
 
@@ -51,6 +64,12 @@ def add_layer_norm(
 
 
 @triton.jit
+def _silu_times(gate, up, kind: tl.constexpr):
+    """silu(gate) * up of numbers in float32 that were rounded before."""
+    return ((gate * tl.sigmoid(gate)).to(kind).to(tl.float32) * up).to(kind)
+
+
+@triton.jit
 def silu_times(gate_up, out, width, BLOCK: tl.constexpr):
     """silu(gate) * up, a block of one token's columns per program."""
     token = tl.program_id(0).to(tl.int64)
@@ -59,146 +78,335 @@ def silu_times(gate_up, out, width, BLOCK: tl.constexpr):
     gate = tl.load(gate_up + token * 2 * width + columns, mask=inside, other=0.0).to(tl.float32)
     behind = gate_up + token * 2 * width + width
     up = tl.load(behind + columns, mask=inside, other=0.0).to(tl.float32)
-    opened = (gate * tl.sigmoid(gate)).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + token * width + columns, (opened * up).to(out.dtype.element_ty), mask=inside)
+    found = _silu_times(gate, up, out.dtype.element_ty)
+    tl.store(out + token * width + columns, found, mask=inside)
+
+
+@triton.jit
+def _turned(own, other, along, across, kind: tl.constexpr):
+    """A rotated number; with one rounding fewer than two products, wherever it is computed."""
+    return tl.fma(own.to(tl.float32), along, other.to(tl.float32) * across).to(kind)
 
 
 @triton.jit
 def rotate_append(
     fused, cos, sin, cache, slots, rotation_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Rotate one head of one token. Queries stay in place, keys and values go to the cache."""
+    """Rotate some heads of one token. Queries stay in place, keys and values go to the cache."""
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     half: tl.constexpr = HEAD_DIM // 2
-    columns = tl.arange(0, BLOCK)
-    inside = columns < HEAD_DIM
-    other_half = tl.where(columns < half, columns + half, columns - half)
-    source = fused + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_DIM
-    own = tl.load(source + columns, mask=inside, other=0.0)
-    if head < NUM_HEADS + NUM_KV_HEADS:
-        turned = tl.load(source + other_half, mask=inside, other=0.0).to(tl.float32)
-        angle = token * rotation_stride + columns
-        along = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
-        across = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
-        rotated = own.to(tl.float32) * along + turned * across
-        own = rotated.to(fused.dtype.element_ty)
-    if head < NUM_HEADS:
-        # Both halves were read by this program alone: wait for all of its threads to have done so.
-        tl.debug_barrier()
-        tl.store(source + columns, own, mask=inside)
-    else:
-        slot = tl.load(slots + token)
-        kept = cache + (slot * 2 * NUM_KV_HEADS + head - NUM_HEADS) * HEAD_DIM
-        tl.store(kept + columns, own, mask=inside)
+    columns = tl.arange(0, HALF)
+    inside = (columns < half)[None, :] & (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None]
+    every: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
+    source = fused + (token * every + head[:, None]) * HEAD_DIM + columns[None, :]
+    first = tl.load(source, mask=inside, other=0.0)
+    second = tl.load(source + half, mask=inside, other=0.0)
+    angle, is_half = token * rotation_stride + columns, columns < half
+    cos_first = tl.load(cos + angle, mask=is_half, other=0.0).to(tl.float32)[None, :]
+    sin_first = tl.load(sin + angle, mask=is_half, other=0.0).to(tl.float32)[None, :]
+    cos_second = tl.load(cos + angle + half, mask=is_half, other=0.0).to(tl.float32)[None, :]
+    sin_second = tl.load(sin + angle + half, mask=is_half, other=0.0).to(tl.float32)[None, :]
+    kind: tl.constexpr = fused.dtype.element_ty
+    is_turned = (head < NUM_HEADS + NUM_KV_HEADS)[:, None]
+    lower = tl.where(is_turned, _turned(first, second, cos_first, sin_first, kind), first)
+    upper = tl.where(is_turned, _turned(second, first, cos_second, sin_second, kind), second)
+    is_query = (head < NUM_HEADS)[:, None]
+    tl.store(source, lower, mask=inside & is_query)
+    tl.store(source + half, upper, mask=inside & is_query)
+    slot = tl.load(slots + token)
+    kept = cache + (slot * 2 * NUM_KV_HEADS + head[:, None] - NUM_HEADS) * HEAD_DIM
+    kept += columns[None, :]
+    tl.store(kept, lower, mask=inside & (head >= NUM_HEADS)[:, None])
+    tl.store(kept + half, upper, mask=inside & (head >= NUM_HEADS)[:, None])
 
 
 @triton.jit
-def _load_slots(pointer, row, row_length, slot, end, head, columns, inside, NUM_KV_HEADS, HEAD_DIM):
-    """Keys, or values, of one head: [slot, head_dim], zeros from `end` on."""
-    where = ((row * row_length + slot) * 2 * NUM_KV_HEADS + head) * HEAD_DIM
-    there = (slot < end)[:, None] & inside[None, :]
-    return tl.load(pointer + where[:, None] + columns[None, :], mask=there, other=0.0)
+def _power(exponent):
+    """2 ** exponent, exactly, of whole numbers in float32; 0 where float32 does not reach."""
+    bits = (tl.minimum(tl.maximum(exponent, -127.0), 127.0).to(tl.int32) + 127) << 23
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _scores(queries, keys, mask, slot, end, is_query, token, mask_stride, scale):
-    """How much queries [query, head_dim] look at keys [slot, head_dim]."""
-    seen = is_query[:, None] & (slot < end)[None, :]
-    added = tl.load(
-        mask + token[:, None] * mask_stride + slot[None, :], mask=seen, other=float("-inf")
-    )
-    return tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale + added
+def _wide(narrow):
+    """The same [row, column] in float64.
 
-
-@triton.jit(do_not_specialize=["num_nodes", "row_length", "mask_stride"])
-def attend_split(
-    fused, cache, mask, ends, partial, totals, num_nodes, row_length, mask_stride, scale,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, QUERIES: tl.constexpr, SCORES: tl.constexpr, SLOTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One share of a row's slots, seen by some of its queries that read the same key head.
-
-    Leaves weighted values in `partial` [split, row, node, head, head_dim] and the sum of weights in
-    `totals` [split, row, node, head], for `join_splits`. The greatest score is that of all slots,
-    and sums are in float64, so that it does not matter in which order they were added.
+    A sum over one number hides from the compiler that these were 16 bits wide: it would then choose
+    a product of matrices that it has not in float64.
     """
-    row = tl.program_id(0).to(tl.int64)
+    return tl.sum(narrow.to(tl.float32)[:, :, None], axis=2).to(tl.float64)
+
+
+@triton.jit
+def _are_ancestors(words, behind, WORDS: tl.constexpr):
+    """Whether slots lie before the root, or hold ancestors: [query, slot], of `behind` the root."""
+    inside = tl.minimum(tl.maximum(behind, 0), WORDS * _WORD - 1)
+    word = tl.load(words[:, None] + inside // _WORD)
+    is_ancestor = ((word >> (inside % _WORD)) & 1) == 1
+    return (behind < 0) | ((behind < WORDS * _WORD) & is_ancestor)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "width", "row_length", "row_size"])
+def attend(
+    fused, cache, numbers, partial, totals, tops, counts, out,
+    num_tokens, width, row_length, row_size, scale,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    WORDS: tl.constexpr, IS_PREFILL: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    QUERIES: tl.constexpr, CHUNK: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Mix values for some queries of one row that read the same key head.
+
+    Which slots a token sees follows from the `numbers` of its row: a node sees all that lies before
+    the root, and its ancestors; a token of the prompt sees what comes before it.
+
+    A token has the same bits whatever else is in the pass, and wherever its ancestors lie. Slots
+    before its border hold the same tokens whenever it is computed: they are read in chunks, each
+    relative to a power of two of its own. Those from the border on are summed in float64, so that
+    their order means nothing, and come last. These parts are added in order, whoever finds them:
+    with splits, the last program to end.
+    """
+    row = tl.program_id(0)
+    # Blocks of queries with more before them come first: they take longest.
+    block = (tl.num_programs(1) - 1 - tl.program_id(1)) // NUM_KV_HEADS
     kv_head = tl.program_id(1) % NUM_KV_HEADS
     split = tl.program_id(2)
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    query = tl.program_id(1) // NUM_KV_HEADS * QUERIES + tl.arange(0, QUERIES)
-    node = query // group
+    every: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
+    query = block * QUERIES + tl.arange(0, QUERIES)
+    number = query // group  # of the token in its row
     head = kv_head * group + query % group
-    is_query = node < num_nodes
+    is_query = number < num_tokens
     columns = tl.arange(0, BLOCK)
     inside = columns < HEAD_DIM
-    token = row * num_nodes + node
-    place = (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_DIM
+    token = row * num_tokens + number
     both = is_query[:, None] & inside[None, :]
-    queries = tl.load(fused + place[:, None] + columns[None, :], mask=both, other=0.0)
-    end = tl.max(tl.load(ends + token, mask=is_query, other=0), axis=0)
-    greatest = tl.full((QUERIES,), -1e30, tl.float32)
-    for first in range(0, end, SCORES):
-        slot = first + tl.arange(0, SCORES)
-        keys = _load_slots(
-            cache, row, row_length, slot, end, kv_head, columns, inside, NUM_KV_HEADS, HEAD_DIM
-        )
-        scores = _scores(queries, keys, mask, slot, end, is_query, token, mask_stride, scale)
-        greatest = tl.maximum(greatest, tl.max(scores, axis=1))
-    total = tl.zeros((QUERIES,), tl.float64)
-    mixed = tl.zeros((QUERIES, BLOCK), tl.float64)
-    share = tl.cdiv(tl.cdiv(end, NUM_SPLITS), SLOTS) * SLOTS
-    start = split * share
-    for first in range(start, tl.minimum(start + share, end), SLOTS):
-        slot = first + tl.arange(0, SLOTS)
-        keys = _load_slots(
-            cache, row, row_length, slot, end, kv_head, columns, inside, NUM_KV_HEADS, HEAD_DIM
-        )
-        scores = _scores(queries, keys, mask, slot, end, is_query, token, mask_stride, scale)
-        weights = tl.exp(scores - greatest[:, None])
-        total += tl.sum(weights.to(tl.float64), axis=1)
-        behind = cache + NUM_KV_HEADS * HEAD_DIM
-        values = _load_slots(
-            behind, row, row_length, slot, end, kv_head, columns, inside, NUM_KV_HEADS, HEAD_DIM
-        )
-        # A sum over one number hides from the compiler that these were 16 bits wide: it would then
-        # choose a product of matrices that it has not in float64.
-        narrow = tl.sum(weights.to(values.dtype).to(tl.float32)[:, :, None], axis=2)
-        wide = tl.sum(values.to(tl.float32)[:, :, None], axis=2)
-        mixed += tl.dot(narrow.to(tl.float64), wide.to(tl.float64), out_dtype=tl.float64)
-    entry = (split * tl.num_programs(0) * num_nodes + token) * NUM_HEADS + head
-    tl.store(partial + entry[:, None] * HEAD_DIM + columns[None, :], mixed, mask=both)
-    tl.store(totals + entry, total, mask=is_query)
+    header = numbers + row * row_size
+    root = tl.load(header + _ROOT).to(tl.int32)
+    num_prompt = tl.load(header + _NUM_PROMPT).to(tl.int32)
+    two_way = tl.load(header + _TWO_WAY).to(tl.int32)
+    strip = cache + tl.load(header + _SLOT) * row_length * (2 * NUM_KV_HEADS * HEAD_DIM)
+    place = number if IS_PREFILL else root + number
+    node = tl.minimum(tl.maximum(place - root, 0), width - 1)
+    is_node = (place >= root) & (place - root < width)
+    depth = tl.load(header + _NUM_HEADER + width + node).to(tl.int32)
+    source = (token.to(tl.int64) * every + head) * HEAD_DIM
+    queries = tl.load(fused + source[:, None] + columns[None, :], mask=both, other=0.0)
+    # All slots before `open` are seen, and none from `end` on. Without a prompt nobody asks.
+    is_query = is_query & (num_prompt > 0)
+    in_front = place < two_way
+    open = tl.where(is_node, root + 1, tl.where(in_front, two_way, place + 1))
+    end = tl.where(is_query, tl.where(is_node, root + width, open), 0)
+    position = tl.where(is_node, root + depth, place)
+    border = num_prompt // _BORDERS * _BORDERS
+    border = tl.maximum(border, (position - _MOST_DEEP) // CHUNK * CHUNK)
+    reach = tl.where(is_query, tl.minimum(border, open), 0)
+    last_chunk, last_slot = tl.max(reach, axis=0), tl.max(end, axis=0)
+    first_slot = tl.min(tl.where(is_query, border, last_slot), axis=0)
+
+    keys_of = strip + kv_head * HEAD_DIM
+    values_of = keys_of + NUM_KV_HEADS * HEAD_DIM
+    entry = token * NUM_HEADS + head
+    num_entries = tl.num_programs(0) * num_tokens * NUM_HEADS
+    num_chunks = tl.cdiv(last_chunk, CHUNK)
+    total = tl.zeros((QUERIES,), tl.float32)
+    mixed = tl.zeros((QUERIES, BLOCK), tl.float32)
+    top = tl.full((QUERIES,), _LOWEST, tl.float32)
+    for chunk in range(split, num_chunks, NUM_SPLITS):
+        slot = chunk * CHUNK + tl.arange(0, CHUNK)
+        there = (slot < last_chunk)[:, None] & inside[None, :]
+        here = slot[:, None] * (2 * NUM_KV_HEADS * HEAD_DIM) + columns[None, :]
+        keys = tl.load(keys_of + here, mask=there, other=0.0)
+        values = tl.load(values_of + here, mask=there, other=0.0)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+        scores = tl.where(slot[None, :] < reach[:, None], scores, float("-inf"))
+        own = tl.ceil(tl.maximum(tl.max(scores, axis=1), _LOWEST))
+        weights = tl.exp2(scores - own[:, None]).to(values.dtype)
+        own_mixed = tl.dot(weights, values, input_precision="ieee")
+        own_total = tl.sum(weights.to(tl.float32).to(tl.float64), axis=1).to(tl.float32)
+        if NUM_SPLITS == 1:
+            total, mixed, top = _join(total, mixed, top, own_total, own_mixed, own)
+        else:
+            mine = chunk * num_entries + entry
+            place_of = mine[:, None] * HEAD_DIM + columns[None, :]
+            tl.store(partial + place_of, own_mixed, mask=both)
+            tl.store(totals + mine, own_total, mask=is_query)
+            tl.store(tops + mine, own, mask=is_query)
+    if num_chunks % NUM_SPLITS == split:
+        last_total = tl.zeros((QUERIES,), tl.float64)
+        last_mixed = tl.zeros((QUERIES, BLOCK), tl.float64)
+        last_top = tl.full((QUERIES,), _LOWEST, tl.float32)
+        words = header + _NUM_HEADER + 2 * width + node * WORDS
+        for first in range(first_slot, last_slot, TAIL):
+            slot = first + tl.arange(0, TAIL)
+            there = (slot < last_slot)[:, None] & inside[None, :]
+            here = slot[:, None] * (2 * NUM_KV_HEADS * HEAD_DIM) + columns[None, :]
+            keys = tl.load(keys_of + here, mask=there, other=0.0)
+            values = tl.load(values_of + here, mask=there, other=0.0)
+            seen = slot[None, :] < open[:, None]
+            seen |= is_node[:, None] & _are_ancestors(words, slot[None, :] - root, WORDS)
+            seen &= (slot[None, :] >= border[:, None]) & (slot[None, :] < end[:, None])
+            scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+            scores = tl.where(seen, scores, float("-inf"))
+            # Each slot has a power of two of its own, so that no other slot has a say.
+            own = tl.ceil(tl.maximum(scores, _LOWEST))
+            weights = tl.exp2(scores - own).to(values.dtype)
+            higher = tl.maximum(last_top, tl.max(own, axis=1))
+            before = _power(last_top - higher).to(tl.float64)
+            exact = _wide(weights) * _power(own - higher[:, None]).to(tl.float64)
+            last_mixed = last_mixed * before[:, None]
+            last_mixed += tl.dot(exact, _wide(values), out_dtype=tl.float64)
+            last_total = last_total * before + tl.sum(exact, axis=1)
+            last_top = higher
+        own_total, own_mixed = last_total.to(tl.float32), last_mixed.to(tl.float32)
+        if NUM_SPLITS == 1:
+            total, mixed, top = _join(total, mixed, top, own_total, own_mixed, last_top)
+        else:
+            mine = num_chunks * num_entries + entry
+            place_of = mine[:, None] * HEAD_DIM + columns[None, :]
+            tl.store(partial + place_of, own_mixed, mask=both)
+            tl.store(totals + mine, own_total, mask=is_query)
+            tl.store(tops + mine, last_top, mask=is_query)
+    if NUM_SPLITS == 1:
+        _store_mixed(out, entry, columns, both, mixed, total, HEAD_DIM)
+    else:
+        tl.debug_barrier()  # all threads have stored before one says so
+        count = counts + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        is_last = tl.atomic_add(count, 1, sem="acq_rel") == NUM_SPLITS - 1
+        if is_last:
+            tl.store(count, 0)
+            for begin in range(0, num_chunks + 1, _AT_ONCE):
+                for step in tl.static_range(_AT_ONCE):
+                    mine = (begin + step) * num_entries + entry
+                    is_part = is_query & (begin + step <= num_chunks)
+                    own = tl.load(tops + mine, mask=is_part, other=_LOWEST, cache_modifier=".cg")
+                    own_total = tl.load(
+                        totals + mine, mask=is_part, other=0.0, cache_modifier=".cg"
+                    )
+                    place_of = mine[:, None] * HEAD_DIM + columns[None, :]
+                    own_mixed = tl.load(
+                        partial + place_of, mask=is_part[:, None] & inside[None, :], other=0.0,
+                        cache_modifier=".cg",
+                    )  # fmt: skip
+                    total, mixed, top = _join(total, mixed, top, own_total, own_mixed, own)
+            _store_mixed(out, entry, columns, both, mixed, total, HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=["num_entries"])
-def join_splits(
-    partial, totals, out, num_entries,
-    HEAD_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit
+def _join(total, mixed, top, own_total, own_mixed, own):
+    """Add a part, which is relative to `own`, to what is relative to `top`."""
+    higher = tl.maximum(top, own)
+    before, now = _power(top - higher), _power(own - higher)
+    # Products by powers of two are exact, so a rounding fewer or more changes nothing.
+    total = total * before + own_total * now
+    mixed = mixed * before[:, None] + own_mixed * now[:, None]
+    return total, mixed, higher
+
+
+@triton.jit
+def _store_mixed(out, entry, columns, both, mixed, total, HEAD_DIM):
+    """Weighted values over the sum of weights; zeros where nothing was seen."""
+    found = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+    here = entry.to(tl.int64)[:, None] * HEAD_DIM + columns[None, :]
+    tl.store(out + here, found.to(out.dtype.element_ty), mask=both)
+
+
+@triton.jit
+def _load_inner(pointer, is_there, inner, num_in, IS_WHOLE: tl.constexpr):
+    """Some of what is summed over; `is_there` and `inner` are [.., 1] and [1, ..], or turned."""
+    if IS_WHOLE:
+        return tl.load(pointer, mask=is_there, other=0.0)
+    return tl.load(pointer, mask=is_there & (inner < num_in), other=0.0)
+
+
+@triton.jit
+def _wide_weights(weights, kind: tl.constexpr, HAS_SCALES: tl.constexpr):
+    """Weights in the format `kind`; those in fp8 become bfloat16 four at a time.
+
+    Their bits are moved to where bfloat16 has sign, exponent and mantissa. A product by 2 ** 120,
+    which is exact, makes good for the difference between the two biases of exponents.
+    """
+    if HAS_SCALES and kind == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 low, high, sign, bias, zero;
+            mov.b32 bias, 0x7B807B80;
+            mov.b32 zero, 0x80008000;
+            prmt.b32 low, $2, 0, 0x1404;
+            prmt.b32 high, $2, 0, 0x3424;
+            and.b32 sign, low, 0x80008000;
+            shr.u32 low, low, 4;
+            lop3.b32 low, low, 0x07f007f0, sign, 0xEA;
+            fma.rn.bf16x2 $0, low, bias, zero;
+            and.b32 sign, high, 0x80008000;
+            shr.u32 high, high, 4;
+            lop3.b32 high, high, 0x07f007f0, sign, 0xEA;
+            fma.rn.bf16x2 $1, high, bias, zero;
+            }
+            """,
+            "=r,=r,r",
+            [weights.to(tl.int8, bitcast=True)],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    return weights.to(kind)
+
+
+@triton.jit
+def _scaled(total, scales, column, is_column, HAS_SCALES: tl.constexpr):
+    """Sums over weights in fp8, whose rows have a scale each, a power of two."""
+    if HAS_SCALES:
+        total *= tl.load(scales + column, mask=is_column, other=0.0)[None, :]
+    return total
+
+
+@triton.jit
+def widen(weight, scales, out, num_in, BLOCK: tl.constexpr):
+    """A row of a weight in fp8, a block of it per program, in 16 bits: exactly the same numbers."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < num_in
+    narrow = tl.load(weight + row * num_in + columns, mask=inside, other=0.0)
+    wide = narrow.to(tl.float32) * tl.load(scales + row)
+    tl.store(out + row * num_in + columns, wide.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _sums(
+    rows, weight, row, is_row, column, is_column, num_in,
+    HAS_SCALES: tl.constexpr, IS_WHOLE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """Join the shares of one query head, the program's entry of [row, node, head]."""
-    entry = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < HEAD_DIM
-    total = tl.load(totals + entry)
-    mixed = tl.load(partial + entry * HEAD_DIM + columns, mask=inside, other=0.0)
-    for split in range(1, NUM_SPLITS):
-        place = split * num_entries + entry
-        total += tl.load(totals + place)
-        mixed += tl.load(partial + place * HEAD_DIM + columns, mask=inside, other=0.0)
-    joined = (mixed / total).to(tl.float32)
-    tl.store(out + entry * HEAD_DIM + columns, joined.to(out.dtype.element_ty), mask=inside)
+    """Rows times some columns, each number summed from the first to the last."""
+    inner = tl.arange(0, INNER)
+    left = rows + row[:, None] * num_in + inner[None, :]
+    right = weight + column[None, :] * num_in + inner[:, None]
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, num_in, INNER):
+        some = _load_inner(left, is_row[:, None], (first + inner)[None, :], num_in, IS_WHOLE)
+        others = _load_inner(right, is_column[None, :], (first + inner)[:, None], num_in, IS_WHOLE)
+        others = _wide_weights(others, some.dtype, HAS_SCALES)
+        total = tl.dot(some, others, total, input_precision="ieee")
+        left += INNER
+        right += INNER
+    return total
+
+
+@triton.jit
+def _halves(both, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The first and the second half of the columns."""
+    return tl.split(tl.permute(tl.reshape(both, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def product(
-    rows, weight, bias, residual, out, num_rows, num_in, num_out,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IS_WHOLE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    rows, weight, scales, bias, residual, out, num_rows, num_in, num_out,
+    HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    IS_WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows [row, in] times weight [out, in], plus a bias, plus what is there already.
 
@@ -207,22 +415,12 @@ def product(
     """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
-    inner = tl.arange(0, INNER)
     is_row, is_column = row < num_rows, column < num_out
-    left = rows + row[:, None] * num_in + inner[None, :]
-    right = weight + column[None, :] * num_in + inner[:, None]
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for first in range(0, num_in, INNER):
-        if IS_WHOLE:
-            some = tl.load(left, mask=is_row[:, None], other=0.0)
-            others = tl.load(right, mask=is_column[None, :], other=0.0)
-        else:
-            is_inner = first + inner < num_in
-            some = tl.load(left, mask=is_row[:, None] & is_inner[None, :], other=0.0)
-            others = tl.load(right, mask=is_column[None, :] & is_inner[:, None], other=0.0)
-        total = tl.dot(some, others, total, input_precision="ieee")
-        left += INNER
-        right += INNER
+    total = _sums(
+        rows, weight, row, is_row, column, is_column, num_in,
+        HAS_SCALES, IS_WHOLE, ROWS, COLUMNS, INNER,
+    )  # fmt: skip
+    total = _scaled(total, scales, column, is_column, HAS_SCALES)
     if HAS_BIAS:
         total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
     here = row[:, None] * num_out + column[None, :]
@@ -233,56 +431,79 @@ def product(
     tl.store(out + here, total.to(out.dtype.element_ty), mask=both)
 
 
-@triton.jit
-def _store_fp8(out, scales, row, width, wide, columns, inside):
-    """Write one row in fp8, and what to multiply it by."""
-    scale = tl.maximum(tl.max(tl.abs(wide), axis=0), 1e-12) / 448.0
-    tl.store(scales + row, scale)
-    tl.store(out + row * width + columns, (wide / scale).to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def quantise_rows(rows, out, scales, width, BLOCK: tl.constexpr):
-    """Write one row per program in fp8."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < width
-    wide = tl.load(rows + row * width + columns, mask=inside, other=0.0).to(tl.float32)
-    _store_fp8(out, scales, row, width, wide, columns, inside)
-
-
-@triton.jit
-def rms_norm_fp8(
-    hidden, branch, weight, out, scales, width, eps,
-    HAS_BRANCH: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit(do_not_specialize=["num_rows"])
+def product_silu(
+    rows, weight, scales, out, num_rows, num_in, width,
+    HAS_SCALES: tl.constexpr, IS_WHOLE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """`rms_norm`, in fp8; a branch is added to the token before, in place."""
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < width
-    here = token * width + columns
-    wide = tl.load(hidden + here, mask=inside, other=0.0).to(tl.float32)
-    if HAS_BRANCH:
-        wide += tl.load(branch + here, mask=inside, other=0.0).to(tl.float32)
-        total = wide.to(hidden.dtype.element_ty)
-        tl.store(hidden + here, total, mask=inside)
-        wide = total.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
-    narrow = (wide * scale).to(hidden.dtype.element_ty).to(tl.float32)
-    factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    normed = (narrow * factor).to(hidden.dtype.element_ty).to(tl.float32)
-    _store_fp8(out, scales, token, width, normed, columns, inside)
+    """`product` with gate and up, then `silu_times`: bit for bit the same."""
+    half: tl.constexpr = COLUMNS // 2
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    within = tl.program_id(1) * half + tl.arange(0, COLUMNS) % half
+    is_row, is_column = row < num_rows, within < width
+    # Columns of the gate, then those of up that they are multiplied with.
+    column = within.to(tl.int64) + tl.arange(0, COLUMNS) // half * width
+    total = _sums(
+        rows, weight, row, is_row, column, is_column, num_in,
+        HAS_SCALES, IS_WHOLE, ROWS, COLUMNS, INNER,
+    )  # fmt: skip
+    kind: tl.constexpr = out.dtype.element_ty
+    total = _scaled(total, scales, column, is_column, HAS_SCALES).to(kind).to(tl.float32)
+    gate, up = _halves(total, ROWS, COLUMNS)
+    column = (tl.program_id(1) * half + tl.arange(0, half)).to(tl.int64)
+    both = is_row[:, None] & (column < width)[None, :]
+    found = _silu_times(gate, up, kind)
+    tl.store(out + row[:, None] * width + column[None, :], found, mask=both)
 
 
-@triton.jit
-def silu_times_fp8(gate_up, out, scales, width, BLOCK: tl.constexpr):
-    """`silu_times` of one token per program, in fp8."""
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < width
-    gate = tl.load(gate_up + token * 2 * width + columns, mask=inside, other=0.0).to(tl.float32)
-    behind = gate_up + token * 2 * width + width
-    up = tl.load(behind + columns, mask=inside, other=0.0).to(tl.float32)
-    opened = (gate * tl.sigmoid(gate)).to(gate_up.dtype.element_ty).to(tl.float32)
-    product = (opened * up).to(gate_up.dtype.element_ty).to(tl.float32)
-    _store_fp8(out, scales, token, width, product, columns, inside)
+@triton.jit(do_not_specialize=["num_rows"])
+def product_rotated(
+    rows, weight, scales, bias, cos, sin, fused, cache, slots,
+    num_rows, num_in, rotation_stride,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, IS_WHOLE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    """`product` with queries, keys and values, then `rotate_append`: bit for bit the same."""
+    half: tl.constexpr = COLUMNS // 2
+    half_head: tl.constexpr = HEAD_DIM // 2
+    blocks: tl.constexpr = (half_head + half - 1) // half  # of a head
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    head = (tl.program_id(1) // blocks).to(tl.int64)
+    first = tl.program_id(1) % blocks * half
+    within = first + tl.arange(0, COLUMNS) % half
+    is_row, is_column = row < num_rows, within < half_head
+    # Columns of the lower half of a head, then those of the upper half that they turn with.
+    column = head * HEAD_DIM + within + tl.arange(0, COLUMNS) // half * half_head
+    total = _sums(
+        rows, weight, row, is_row, column, is_column, num_in,
+        HAS_SCALES, IS_WHOLE, ROWS, COLUMNS, INNER,
+    )  # fmt: skip
+    total = _scaled(total, scales, column, is_column, HAS_SCALES)
+    if HAS_BIAS:
+        total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    kind: tl.constexpr = fused.dtype.element_ty
+    own, other = _halves(total.to(kind).to(tl.float32), ROWS, COLUMNS)
+    lower, upper = own.to(kind), other.to(kind)
+    within = first + tl.arange(0, half)
+    both = is_row[:, None] & (within < half_head)[None, :]
+    if head < NUM_HEADS + NUM_KV_HEADS:
+        angle = row[:, None] * rotation_stride + within[None, :]
+        along = tl.load(cos + angle, mask=both, other=0.0).to(tl.float32)
+        across = tl.load(sin + angle, mask=both, other=0.0).to(tl.float32)
+        lower = _turned(own, other, along, across, kind)
+        along = tl.load(cos + angle + half_head, mask=both, other=0.0).to(tl.float32)
+        across = tl.load(sin + angle + half_head, mask=both, other=0.0).to(tl.float32)
+        upper = _turned(other, own, along, across, kind)
+    if head < NUM_HEADS:
+        every: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
+        here = fused + (row[:, None] * every + head) * HEAD_DIM + within[None, :]
+        tl.store(here, lower, mask=both)
+        tl.store(here + half_head, upper, mask=both)
+    else:
+        slot = tl.load(slots + row, mask=is_row, other=0)
+        kept = cache + (slot[:, None] * 2 * NUM_KV_HEADS + head - NUM_HEADS) * HEAD_DIM
+        kept += within[None, :]
+        tl.store(kept, lower, mask=both)
+        tl.store(kept + half_head, upper, mask=both)
