@@ -78,7 +78,8 @@ class AnswerGrammar:
         is_lost = to_device([place == LOST for place in places], logits.device, torch.bool)
         is_whole = to_device([chunk.is_whole(place) for place in places], logits.device, torch.bool)
         masked = torch.full_like(logits, FORBIDDEN)
-        masked[:, columns] = logits[:, columns].masked_fill(~allowed, FORBIDDEN)
+        codes = logits.index_select(1, columns).masked_fill_(~allowed, FORBIDDEN)
+        masked.index_copy_(1, columns, codes)
         masked[:, end] = logits[:, end].masked_fill(~is_whole, FORBIDDEN)
         return torch.where(is_lost[:, None], logits, masked)
 

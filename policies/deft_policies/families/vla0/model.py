@@ -49,16 +49,22 @@ class RepetitionPenalty:
 
     def adjust(self, logits: Tensor, answer: Answer, tree: DraftTree) -> Tensor:
         """Divide what is above 0 and multiply what is below, once for each token that came."""
-        before = [self.seen | {*answer.tokens[: answer.num_cached], tree.tokens[0]}]
+        common = self.seen | {*answer.tokens[: answer.num_cached], tree.tokens[0]}
         if not answer.records:  # the last token of the prompt is none of the decoder's
-            before = [self.seen]
+            common = self.seen
+        paths: list[frozenset[int]] = [frozenset()]  # tokens of a node's own, beside the common
         for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
-            before.append(before[parent] | {token})
-        places = [(node, token) for node, some in enumerate(before) for token in some]
-        nodes, tokens = to_device(places, logits.device, torch.int64).view(-1, 2).unbind(1)
-        came, found = logits[nodes, tokens], logits.clone()
-        found[nodes, tokens] = torch.where(came > 0, came / self.penalty, came * self.penalty)
+            paths.append(paths[parent] | ({token} - common))
+        found, columns = logits.clone(), to_device(sorted(common), logits.device, torch.int64)
+        found.index_copy_(1, columns, self._smaller(logits.index_select(1, columns)))
+        own = [(node, token) for node, path in enumerate(paths) for token in path]
+        if own:
+            nodes, tokens = to_device(own, logits.device, torch.int64).unbind(1)
+            found[nodes, tokens] = self._smaller(logits[nodes, tokens])
         return found
+
+    def _smaller(self, logits: Tensor) -> Tensor:
+        return torch.where(logits > 0, logits / self.penalty, logits * self.penalty)
 
     def forced(self, tokens: Sequence[int]) -> Sequence[int]:
         """None are."""
