@@ -239,12 +239,14 @@ def _handling(handlers: Mapping[signal.Signals, Callable[..., None]]) -> Iterato
 
 
 def describe_tree(root: Path = ROOT) -> Row:
-    """Commit, whether files were changed since, and a digest of the sources.
+    """Commit, whether the sources were changed since, and a digest of them.
 
     A copy of the files alone has no commit; the digest tells it from others.
     """
     commit = _output("git", "-C", str(root), "rev-parse", "HEAD")
-    changes = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
+    changes = _output(
+        *("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no", *_SOURCES)
+    )
     digest = sha256()
     for folder in _SOURCES:
         for path in sorted((root / folder).rglob("*.py")):

@@ -198,7 +198,9 @@ def blas(library: str, may_split: bool) -> Iterator[str]:
     splits = getattr(matmul, "allow_bf16_reduced_precision_reduction_split_k", None)
     torch.backends.cuda.preferred_blas_library(library)
     try:
-        if not may_split:
+        if may_split:
+            matmul.allow_bf16_reduced_precision_reduction = True
+        else:
             try:
                 matmul.allow_bf16_reduced_precision_reduction = (False, False)
             except TypeError:  # before torch 2.10
