@@ -42,7 +42,11 @@ MOST_LOCAL_BYTES = 16  # of a thread: what did not fit into registers
 MOST_SHARED_BYTES = 99 * 1024  # of a program: what the small GPUs have
 # By how their name begins, and the architecture: registers and local bytes. Only sm_80 and sm_90
 # have matrix instructions in float64; elsewhere the sums of attention are made one by one.
-EXCEPTIONS = {}
+EXCEPTIONS = {
+    (f"attend {whose}", architecture): most
+    for whose, most in (("nodes'", (255, 16)), ("a prompt's", (255, 160)))
+    for architecture in (86, 89, 100, 120)
+}
 _CPU, _FORMAT = torch.device("cpu"), torch.bfloat16
 _PROMPT = 288  # positions, patches and padding among them
 _COLUMNS = ("registers", "local bytes", "shared bytes", "2-byte loads")

@@ -119,13 +119,12 @@ class QwenFast(TokenModel):
 
     def see(self, observations: Sequence[Observation], clock: StageClock) -> list[Prompt]:
         """Pictures and prompts, embedded."""
-        patches = torch.stack(
-            [
-                to_patches(picture)
-                for one in observations
-                for picture in make_pictures(self.pictures(one), self.files)
-            ]
-        )
+        made = [
+            picture
+            for one in observations
+            for picture in make_pictures(self.pictures(one), self.files)
+        ]
+        patches = to_patches(torch.from_numpy(np.stack(made)))
         texts = [self.encode(one.instruction) for one in observations]
         clock.record(Stage.PREPARE)
         weight = self.network.decoder.embedding.weight
