@@ -339,8 +339,11 @@ def load_encoder(directory: Path, template: PromptTemplate, text_vocab_size: int
     return PromptEncoder(tokenizer, template, path)
 
 
-def load_tokenizer(directory: Path) -> Tokenizer:
-    """Read `tokenizer.json`."""
+def load_tokenizer(directory: Path, only: Mapping[str, str] | None = None) -> Tokenizer:
+    """Read `tokenizer.json`. Parts that are named by `only` must be of this type, or not there.
+
+    The library knows normalizers and decoders that make any text as long as they like.
+    """
     path = directory / TOKENIZER_FILE
     remedy = f"copy {TOKENIZER_FILE} from the checkpoint this one was fine-tuned from"
     if not path.exists():
@@ -348,8 +351,15 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     fields = JsonFields.load(path, remedy)
     if fields.section("model").value("type", str, "unknown") != "BPE":
         raise fields.error("model.type", "is not BPE, which the tokenizers of Llama and Qwen are")
+    for part, expected in (only or {}).items():
+        kind = fields.section(part).value("type", str, expected)
+        if kind != expected:
+            raise fields.error(f"{part}.type", f"is {kind!r}, expected {expected!r}")
     try:
         tokenizer: Tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001 - the library raises nothing more precise
         raise CheckpointError(f"{path} is not a tokenizer ({error}); {remedy}") from None
+    # Of no prompt: transformers turns off both, too, and a file may ask for a billion blanks.
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
     return tokenizer

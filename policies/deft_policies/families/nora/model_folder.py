@@ -28,6 +28,7 @@ from deft_policies.model.statistics import ActionStatistics
 
 STATISTICS_FILE = "norm_stats.json"
 _ACTION_DIM = 7
+_MOST_TOKENIZER_BYTES = 2**26
 # Of LIBERO's suites: the quantiles by which its fine-tunes are unnormalised, all but the gripper's.
 _LIBERO = {
     "libero_object": (
@@ -66,7 +67,9 @@ def is_nora(folder: Path) -> bool:
         config = JsonFields.load(folder / "config.json", "restore it")
         kind = config.value("model_type", str, "")
         tokenizer = folder / "tokenizer.json"
-        return kind == "qwen2_5_vl" and b"<robot_action_0>" in tokenizer.read_bytes()
+        is_small = tokenizer.is_file() and tokenizer.stat().st_size <= _MOST_TOKENIZER_BYTES
+        is_usual = kind == "qwen2_5_vl" and is_small
+        return is_usual and b"<robot_action_0>" in tokenizer.read_bytes()
     except (CheckpointError, OSError):
         return False
 

@@ -25,6 +25,7 @@ END, OTHER_END = "<|im_end|>", "<|endoftext|>"
 MOST_STATISTICS_BYTES = 2**22
 _PUBLISHED_FAST = "physical-intelligence/fast"
 _REMEDY = "restore it"
+_OF_QWEN = {"normalizer": "NFC", "decoder": "ByteLevel"}  # parts of its tokenizer
 _USUAL_PENALTY = 1.05  # of Qwen2.5-VL's own file
 MOST_STEPS, MOST_DIM = 256, 64  # of an answer
 
@@ -126,7 +127,7 @@ class PolicyFiles:
 
 def open_base(folder: Path) -> tuple[Tokenizer, GenerationSettings]:
     """Tokenizer and generation settings of a model's folder."""
-    return load_tokenizer(folder), GenerationSettings.read(folder)
+    return load_tokenizer(folder, _OF_QWEN), GenerationSettings.read(folder)
 
 
 def find_fast(places: Sequence[Path]) -> tuple[Path, FastCodec]:

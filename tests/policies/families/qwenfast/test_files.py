@@ -19,6 +19,7 @@ from deft_policies.errors import CheckpointError
 from deft_policies.families.loading import open_model
 from deft_policies.families.nora.model_folder import read_folder
 from deft_policies.families.options import ModelOptions
+from deft_policies.families.qwenfast.model import encode_prompt
 from deft_policies.families.qwenfast.run_folder import find_runs, read_run
 from deft_policies.model.statistics import ActionStatistics
 from tests.golden_qwenfast import GOLDEN, variant
@@ -213,12 +214,12 @@ def test_other_generation_settings_are_refused(
         open_model(ModelOptions(checkpoint=str(nora)))
 
 
-def refuse(folder: Path, problem: str) -> None:
+def refuse(folder: Path, problem: str, family: str | None = "nora") -> None:
     """Opening it says what is wrong, and takes little memory."""
     tracemalloc.start()
     try:
         with pytest.raises(CheckpointError, match=problem):
-            open_model(ModelOptions(checkpoint=str(folder), family="nora"))
+            open_model(ModelOptions(checkpoint=str(folder), family=family))
         assert tracemalloc.get_traced_memory()[1] < MOST_MEMORY
     finally:
         tracemalloc.stop()
@@ -235,6 +236,28 @@ def test_broken_files_are_refused_and_cost_little(nora: Path, name: str, content
 def test_a_file_of_a_terabyte_is_not_read(nora: Path, name: str) -> None:
     os.truncate(nora / name, 2**40)
     refuse(nora, "more than the")
+    refuse(nora, "more than the|expected 'openvla'", family=None)
+
+
+def test_a_tokenizer_makes_no_prompt_longer_than_it_is(nora: Path) -> None:
+    prompt = encode_prompt(read_folder(nora, None), "left")
+    padding = {
+        "strategy": {"Fixed": 10**7},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "!",
+    }
+    edit(nora / "tokenizer.json", lambda content: content.update(padding=padding))
+    assert encode_prompt(read_folder(nora, None), "left") == prompt
+    doubling = {"type": "Replace", "pattern": {"String": "e"}, "content": "ee"}
+    grown = {"type": "Sequence", "normalizers": [doubling] * 40}
+    edit(nora / "tokenizer.json", lambda content: content.update(normalizer=grown))
+    refuse(nora, "normalizer.type is 'Sequence', expected 'NFC'")
+    grown = {"type": "Sequence", "decoders": [doubling] * 40}
+    edit(nora / "tokenizer.json", lambda content: content.update(normalizer=None, decoder=grown))
+    refuse(nora, "decoder.type is 'Sequence', expected 'ByteLevel'")
 
 
 @pytest.mark.parametrize(
