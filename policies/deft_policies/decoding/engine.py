@@ -425,7 +425,7 @@ class Engine:
         sequence.guard, sequence.choice, sequence.shape = guard, choice, plan.shape
         sequence.limit = spec.max_tokens + method.loop.num_behind * spec.is_action
         if prompt.grammar is not None:  # how every answer begins: cached by the prefill
-            sequence.extend(prompt.grammar.forced(()))
+            sequence.extend(prompt.grammar.forced(()), self._widest_of(sequence) - 1)
         if method.temperature > 0.0:
             sequence.noise_key = noise_key(method.seed, sequence.memory.draw)
         sources = {kind: self._source(kind) for kind in (*plan.prefill, *plan.rounds)}

@@ -140,9 +140,7 @@ class HeadPasses:
         index = (slot * self._cache.num_positions + places).flatten()
         CacheWindow(targets=self._cache.flat.unbind(0), index=index).write(0, keys_values)
 
-    def attention(
-        self, like: Tensor, positions: Tensor, places: Tensor, seen: Tensor
-    ) -> Attention:
+    def attention(self, like: Tensor, positions: Tensor, places: Tensor, seen: Tensor) -> Attention:
         """Of tokens at rotary `positions` that are written to `places`, both [row, token].
 
         `seen` [row, 1, token, position] says what each of them sees.
