@@ -212,7 +212,7 @@ def _read_case(line: str, where: str, folder: Path) -> Case:
         case = _CASE.read(json.loads(line), "", ReadContext(is_json=True))
     except (ValueError, WireError) as error:
         raise PolicyError(
-            f"{where} must be an object with image (or cameras) and instruction; {error}"
+            f"{where} must be an object with image and instruction; {error}"
         ) from None
     if case.image is None and not case.cameras:
         raise PolicyError(f"{where} has neither image nor cameras")
