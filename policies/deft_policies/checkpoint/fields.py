@@ -84,10 +84,6 @@ class JsonFields:
         """True if the field holds a list."""
         return isinstance(self._values.get(key), list)
 
-    def written(self, key: str) -> str:
-        """A field as JSON, whatever it holds; `null` where it is absent."""
-        return json.dumps(self._values.get(key))
-
     def value(self, key: str, kind: type[T], default: T | None = None) -> T:
         """A value of this kind; a whole number is a number, too, and true is none."""
         found: T = self._read(key, _KINDS[kind], default)

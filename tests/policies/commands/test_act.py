@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from deft_policies.commands import act
+from deft_policies.errors import PolicyError
 from deft_server.__main__ import main as deft
 from tests import golden
 
@@ -146,3 +147,24 @@ def test_without_any_policy_the_one_that_ships_answers(capsys: pytest.CaptureFix
     case = golden.cases_with_image()[0]
     assert act.main([str(case.image_path), "lift"]) == 0
     assert len(json.loads(capsys.readouterr().out)["tokens"]) == 7
+
+
+def test_a_line_may_name_its_cameras(tmp_path: Path) -> None:
+    """Without an image the first of them is the frame: the very same array, not one more."""
+    for name in ("a.png", "b.png"):
+        shutil.copy(golden.cases_with_image()[0].image_path, tmp_path / name)
+    cameras = {"base": "a.png", "left": str(tmp_path / "b.png")}
+    lines: list[dict[str, object]] = [
+        {"instruction": "go", "cameras": cameras},
+        {"instruction": "go", "image": "b.png", "cameras": {"base": "a.png"}},
+        {"instruction": "go", "image": "a.png", "wrist_images": ["b.png"]},
+    ]
+    found = act.read_cases(write_cases(tmp_path / "cases.jsonl", lines))
+    alone, beside, wrist = (act.observe(one) for one in found)
+    assert list(alone.cameras) == ["base", "left"]
+    assert alone.image is alone.cameras["base"]
+    assert list(beside.cameras) == ["base"]
+    assert beside.image is not beside.cameras["base"]
+    assert list(wrist.cameras) == ["wrist_0"]
+    with pytest.raises(PolicyError, match="neither image nor cameras"):
+        act.read_cases(write_cases(tmp_path / "cases.jsonl", [{"instruction": "go"}]))

@@ -20,7 +20,9 @@ from deft_policies.fast.files import PROCESSOR_FILE
 PREFIX, END = "Action: ", "|"
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)*")
 _FILES = (TOKENIZER_FILE, f"bpe_tokenizer/{TOKENIZER_FILE}", PROCESSOR_FILE)
-_MOST_RULES = 4096  # characters of what a tokenizer does to a text before its pieces are looked up
+_OF_GEMMA = {"normalizer": "Replace", "pre_tokenizer": "Split", "decoder": "Sequence"}
+_DECODERS = ("Replace", "ByteFallback", "Fuse")
+_MOST_DECODERS, _MOST_REPLACEMENT, _MOST_PIECE = 4, 4, 1024  # characters of one
 _REMEDY = "copy the folder of PaliGemma's tokenizer"
 
 
@@ -62,13 +64,8 @@ def read_words(folder: Path) -> Words:
     """Read `tokenizer.json`, which must split a prompt as PaliGemma's does."""
     path = folder / TOKENIZER_FILE
     fields = JsonFields.load(path, _REMEDY)
-    for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
-        rules = len(fields.written(name))
-        if rules > _MOST_RULES:
-            raise fields.error(name, f"has {rules} characters, Gemma's some hundred; {_REMEDY}")
-    tokenizer = load_tokenizer(folder)
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
+    _check_rules(fields)
+    tokenizer = load_tokenizer(folder, _OF_GEMMA)
 
     def ids_of(text: str) -> list[int]:
         found: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
@@ -83,3 +80,20 @@ def read_words(folder: Path) -> Words:
         raise CheckpointError(f"{path} does not write {PREFIX!r} back as it was; {_REMEDY}")
     num_text = tokenizer.get_vocab_size(with_added_tokens=False)
     return Words(tokenizer, num_text, tuple(prefix), end[0])
+
+
+def _check_rules(fields: JsonFields) -> None:
+    """Nothing may make a text, or the name of an answer's token, as long as it likes."""
+    decoders = fields.section("decoder").sections("decoders") if fields.has("decoder") else ()
+    kinds = {one.value("type", str) for one in decoders}
+    if len(decoders) > _MOST_DECODERS or kinds - {*_DECODERS}:
+        raise fields.error("decoder", f"must have {', '.join(_DECODERS)}, as Gemma's; {_REMEDY}")
+    for one in (fields.section("normalizer"), *decoders):
+        length = len(one.value("content", str, ""))
+        if length > _MOST_REPLACEMENT:
+            raise one.error("content", f"has {length} characters, Gemma's 1; {_REMEDY}")
+    pieces = fields.section("model").section("vocab").names
+    added = [one.value("content", str) for one in fields.sections("added_tokens")]
+    longest = max(map(len, (*pieces, *added)), default=0)
+    if longest > _MOST_PIECE:
+        raise fields.error("model.vocab", f"has a piece of {longest} characters; {_REMEDY}")

@@ -163,6 +163,24 @@ TOKENIZERS: dict[str, tuple[Callable[[Any], object], str]] = {
         lambda c: c["normalizer"].update(content="x" * 2**20),
         "characters",
     ),
+    "a text that doubles": (
+        lambda c: c.update(normalizer={"type": "Sequence", "normalizers": [c["normalizer"]] * 40}),
+        "normalizer",
+    ),
+    "an answer that doubles": (
+        lambda c: c["decoder"]["decoders"].extend(
+            [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}] * 40
+        ),
+        "decoder",
+    ),
+    "decoders in decoders": (
+        lambda c: c.update(decoder={"type": "Sequence", "decoders": [c["decoder"]]}),
+        "decoder",
+    ),
+    "a word without end": (
+        lambda c: c["model"]["vocab"].update({"y" * 2**20: 1200}),
+        "1048576 characters",
+    ),
     "no end": (lambda c: c["model"]["vocab"].pop("|"), "token"),
     "more words than rows": (
         lambda c: c["model"]["vocab"].update({f"word{one}": 5000 + one for one in range(900)}),
