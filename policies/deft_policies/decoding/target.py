@@ -48,8 +48,7 @@ class Grammar(Protocol):
     def forced(self, tokens: Sequence[int]) -> Sequence[int]:
         """Tokens that alone can follow `tokens`, in order: committed without a pass. May be none.
 
-        Asked after each pass, so not of the empty answer: what it must begin with belongs in the
-        prompt.
+        Asked before the prefill, of the empty answer, and after each pass.
         """
 
 

@@ -186,7 +186,7 @@ def write(
         record = PassRecord(first, tree, best, path, bonus, [])
         answer.commit(tree, path, bonus, found, record)
         if grammar is not None and not answer.is_done:
-            answer.extend(grammar.forced(answer.tokens))
+            answer.extend(grammar.forced(answer.tokens), 63)
     return answer
 
 

@@ -119,21 +119,23 @@ class QwenFast(TokenModel):
 
     def see(self, observations: Sequence[Observation], clock: StageClock) -> list[Prompt]:
         """Pictures and prompts, embedded."""
-        made = [
-            picture
-            for one in observations
-            for picture in make_pictures(self.pictures(one), self.files)
-        ]
-        patches = to_patches(torch.from_numpy(np.stack(made)))
+        pictures = np.stack(
+            [
+                picture
+                for one in observations
+                for picture in make_pictures(self.pictures(one), self.files)
+            ]
+        )
         texts = [self.encode(one.instruction) for one in observations]
         clock.record(Stage.PREPARE)
         weight = self.network.decoder.embedding.weight
-        tokens = self.network.vision(patches.to(weight.device, weight.dtype), _GRID)
+        patches = to_patches(to_device(pictures, weight.device)).to(weight.dtype)
+        tokens = self.network.vision(patches, _GRID)
         tokens = tokens.reshape(len(texts), -1, tokens.shape[2])
         prompts = []
-        for ids, pictures in zip(texts, tokens, strict=True):
+        for ids, seen in zip(texts, tokens, strict=True):
             embeds = self.target.embed(to_device(ids, self.device))
-            embeds[self._slots] = pictures
+            embeds[self._slots] = seen
             here = slice(self._slots[0], self._slots[-1] + 1)
             prompts.append(Prompt(embeds, ids[-1], here, grammar=self._grammar_of(ids)))
         clock.record(Stage.VISION)
