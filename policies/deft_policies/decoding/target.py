@@ -263,7 +263,8 @@ class Target:
         attention, last = attend_packed(
             cache, packed, rotation, self.decoder.sizes, self.passes.rows, embeds.dtype
         )
-        if self.passes.rows is None and _are_beside(packed):
+        # In bfloat16 what a row adds up must not depend on the length of its neighbours.
+        if embeds.dtype == torch.float32 and _are_beside(packed):
             attention = _together(cache, packed, attention)
         hidden = self.passes.run(embeds, attention, last)
         return self._scores_of(rows, packed, hidden)

@@ -32,14 +32,14 @@ def swapped(values: Sequence[Any]) -> list[Any]:
 
 def in_draft(patch: pytest.MonkeyPatch) -> None:
     """A row brings its neighbour's tree."""
-    row_of_pass = Engine._row
+    row_of_pass = Engine._pass_row
 
     def wrong(self: Engine, sequence: Any, tree: Any) -> PassRow:
         others = [one for one in self.sequences if one is not sequence]
         row = row_of_pass(self, sequence, tree)
         return replace(row, number=others[0].number) if others else row
 
-    patch.setattr(Engine, "_row", wrong)
+    patch.setattr(Engine, "_pass_row", wrong)
 
 
 def in_verify(patch: pytest.MonkeyPatch) -> None:
