@@ -110,7 +110,10 @@ def test_requests_whose_bodies_do_not_come_are_connections_too(server: ServerPro
         for _ in range(CONNECTIONS):
             caller = socket.create_connection(("127.0.0.1", server.port), timeout=20)
             held.enter_context(caller).sendall(head)
-        statuses = {act(server, GREEDY) for _ in range(100)}
-        assert act(server, GREEDY) == 429
-        assert statuses <= {200, 429}
+        # Until the first refusal: a hundred may take longer than bodies may take to come.
+        statuses: list[int] = []
+        while len(statuses) < 100 and 429 not in statuses:
+            statuses.append(act(server, GREEDY))
+        assert statuses[-1] == 429
+        assert set(statuses) <= {200, 429}
         assert act(server, ROBOT) == 200
