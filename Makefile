@@ -1,6 +1,6 @@
 # The project's commands. Everything is installed into $(VENV); nothing else on the machine changes.
 #
-#   PYTHON=python3.12         which Python makes the environment (3.10 or later)
+#   PYTHON=python3.12         which Python makes the environment (3.11 or later)
 #   PIP_FLAGS="..."           further flags for pip, for those who need another package index
 #   PYTEST_FLAGS="..."        further flags for pytest
 #   SERVE_FLAGS, EVAL_FLAGS   flags of `deft serve` and `deft-client eval`
@@ -79,7 +79,7 @@ clean:
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 $(MADE):
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or later is needed, $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.12 ...")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed, $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.12 ...")'
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "$(PYTHON) cannot make environments; install venv: sudo apt-get install -y python3-venv"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	@touch $@

@@ -2,7 +2,7 @@
 
 import ast
 import re
-import sys
+import tomllib
 from collections.abc import Iterator
 
 import pytest
@@ -10,11 +10,6 @@ from packaging.requirements import Requirement
 
 from deft_client.libero.simulator.assets import HOW_TO_INSTALL
 from tests.repository import PACKAGES, ROOT, code, name_of, texts, tracked
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 MAX_TREE_BYTES = 80_000_000
 PROJECTS = ("pyproject.toml", "client/pyproject.toml")
@@ -153,7 +148,7 @@ def test_a_library_whose_private_parts_are_used_has_an_upper_bound(project):
 
 
 def test_no_pin_excludes_what_the_packages_ask_for():
-    """Each name in the constraints is there once per Python, and exactly pinned."""
+    """Each name in the constraints is there once per platform, and exactly pinned."""
     seen = set()
     for line in (ROOT / "requirements" / "ci.txt").read_text().splitlines():
         if line and not line.startswith("#"):
