@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Iterator
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
 from deft_client.libero.simulator.assets import HOW_TO_INSTALL
@@ -13,6 +14,7 @@ from tests.repository import PACKAGES, ROOT, code, name_of, texts, tracked
 
 MAX_TREE_BYTES = 80_000_000
 PROJECTS = ("pyproject.toml", "client/pyproject.toml")
+NOTICE = (ROOT / "NOTICE").read_text()
 
 # Numbers of OpenVLA's vocabulary. They live with that model, under a name.
 MODEL_FACTS = {29871, 31743, 31744, 31745, 31872, 31999, 32000, 32001, 32064}
@@ -109,6 +111,26 @@ def test_what_to_type_for_libero_names_the_pinned_versions():
     named = re.findall(r"(bddl|hf-libero|robosuite)==([\d.]+)", HOW_TO_INSTALL)
     assert len(named) == 3
     assert named == re.findall(r"^(bddl|hf-libero|robosuite)==([\d.]+)", pins, re.M)
+
+
+def test_who_cites_the_project_names_its_version_and_licence():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert (cited["version"], cited["license"]) == (project["version"], project["license"])
+
+
+def test_files_that_the_notice_names_exist():
+    named = re.findall(r"(?:server|client|policies|examples|docs|tests)/[\w./*-]*[\w]", NOTICE)
+    assert len(named) > 15
+    report(f"NOTICE: {name}" for name in named if not list(ROOT.glob(name)))
+
+
+def test_the_notice_names_every_folder_of_golden_files_from_others():
+    """What Deft itself wrote needs no mention."""
+    ours = {"black_box", "evaluation_folder", "tiny_openvla", "wire_v1"}
+    folders = [path for path in (ROOT / "tests/golden").iterdir() if path.is_dir()]
+    others = [name_of(path) for path in folders if path.name not in ours]
+    report(f"NOTICE does not name {name}" for name in others if name not in NOTICE)
 
 
 def test_both_distributions_have_the_same_version_licence_and_typing():
