@@ -15,6 +15,7 @@ from tests.repository import PACKAGES, ROOT, code, name_of, texts, tracked
 MAX_TREE_BYTES = 80_000_000
 PROJECTS = ("pyproject.toml", "client/pyproject.toml")
 NOTICE = (ROOT / "NOTICE").read_text()
+MAKEFILE = (ROOT / "Makefile").read_text()
 
 # Numbers of OpenVLA's vocabulary. They live with that model, under a name.
 MODEL_FACTS = {29871, 31743, 31744, 31745, 31872, 31999, 32000, 32001, 32064}
@@ -193,3 +194,59 @@ def test_what_mistakes_are_planted_in_exists():
         assert tests
         for name in (*settings["module-path"], *tests):
             assert (ROOT / name).exists(), name
+
+
+def steps_of_workflows():
+    """Name of the file and text of every step that a workflow or an action of ours has."""
+    for path in tracked(".github/workflows/*.yml", ".github/actions/*.yml"):
+        described = yaml.safe_load(path.read_text())
+        for job in described.get("jobs", {"": described.get("runs")}).values():
+            for step in job["steps"]:
+                yield name_of(path), step.get("run") or step["uses"]
+
+
+def targets_of_make():
+    return set(re.findall(r"^([a-z][\w-]*):(?!=)", MAKEFILE, re.M))
+
+
+def missing_in(step):
+    """Targets, programs and actions of ours that a step names and that do not exist."""
+    for line in step.splitlines():
+        words = line.split()
+        if words[:1] == ["make"]:
+            yield from {one for one in words[1:] if "=" not in one} - targets_of_make()
+    files = re.findall(r"(?<![\w/])(?:\./)?(\.(?:ci|github)/[\w./-]+)", step)
+    yield from (name for name in files if not (ROOT / name).exists())
+
+
+def test_what_workflows_call_exists():
+    steps = list(steps_of_workflows())
+    assert {"make check", "make test", "make test-all", "make test-docs", "make release"} <= {
+        step for _, step in steps
+    }
+    report(f"{name}: no {one}" for name, step in steps for one in missing_in(step))
+
+
+def test_the_search_in_workflows_finds_what_it_is_for():
+    assert list(missing_in("make no-such-target WORKERS=2")) == ["no-such-target"]
+    assert list(missing_in("sudo .ci/no-such-program")) == [".ci/no-such-program"]
+    assert list(missing_in("./.github/actions/none")) == [".github/actions/none"]
+
+
+def test_files_that_make_names_exist():
+    named = re.findall(r"(?<![\w.$/-])((?:tests|requirements|\.ci)/[\w./-]+)", MAKEFILE)
+    assert len(named) >= 5
+    report(f"Makefile: no {name}" for name in named if not (ROOT / name).exists())
+
+
+def test_python_is_tested_as_far_as_it_is_promised():
+    """Oldest and newest as classifiers, ruff, make and the workflow have them."""
+    projects = [tomllib.loads((ROOT / name).read_text()) for name in PROJECTS]
+    checks = yaml.safe_load((ROOT / ".github/workflows/checks.yml").read_text())
+    tested = checks["jobs"]["test"]["strategy"]["matrix"]["python"]
+    for described in projects:
+        named = re.findall(r":: (3\.\d+)'", str(described["project"]["classifiers"]))
+        assert named == tested
+        assert described["project"]["requires-python"] == f">={tested[0]}"
+    assert projects[0]["tool"]["ruff"]["target-version"] == f"py{tested[0]}".replace(".", "")
+    assert f"({tested[0].replace('.', ', ')})" in MAKEFILE
