@@ -45,7 +45,7 @@ ARG TORCH_INDEX=""
 ARG EXTRAS="quantization"
 RUN pip install --constraint requirements/ci.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch
 COPY client client
-COPY LICENSE README.md pyproject.toml ./
+COPY LICENSE NOTICE README.md pyproject.toml ./
 COPY policies policies
 COPY server server
 COPY draft_training draft_training

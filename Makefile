@@ -1,6 +1,6 @@
 # The project's commands. Everything is installed into $(VENV); nothing else on the machine changes.
 #
-#   PYTHON=python3.12         which Python makes the environment (3.10 or later)
+#   PYTHON=python3.12         which Python makes the environment (3.11 or later)
 #   PIP_FLAGS="..."           further flags for pip, for those who need another package index
 #   PYTEST_FLAGS="..."        further flags for pytest
 #   SERVE_FLAGS, EVAL_FLAGS   flags of `deft serve` and `deft-client eval`
@@ -26,7 +26,7 @@ SIMULATOR := $(VENV)/.simulator-installed
 LIBERO := $(VENV)/.libero-installed
 
 .NOTPARALLEL:
-.PHONY: help install install-libero install-ray check test test-all test-gpu demo serve eval-libero clean
+.PHONY: help install install-libero install-ray check test test-all test-docs test-gpu release demo serve eval-libero clean
 
 help:
 	@echo "make demo          serve tiny-libero, play LIBERO against it, write a report with videos"
@@ -35,7 +35,8 @@ help:
 	@echo "make install       the environment alone; install-libero: client and simulator alone; install-ray: Ray as well"
 	@echo "make serve         deft serve SERVE_FLAGS"
 	@echo "make eval-libero   deft-client eval SUITE EVAL_FLAGS: the tasks a running server's policy was trained on"
-	@echo "make test-gpu      the tests that need a GPU"
+	@echo "make test-docs     every link and command of the pages; test-gpu: the tests that need a GPU"
+	@echo "make release       wheels that were tried in clean environments, their parts and checksums, into dist"
 	@echo "make clean         remove caches and build outputs, keep the environment"
 
 install: $(INSTALLED)
@@ -60,6 +61,9 @@ test: $(INSTALLED) $(SIMULATOR)
 test-all: $(INSTALLED) $(SIMULATOR)
 	@$(BIN)/python -m scripts.run_tests --all --numprocesses $(WORKERS) $(PYTEST_FLAGS)
 
+test-docs: $(INSTALLED) $(SIMULATOR)
+	$(BIN)/pytest tests/test_documents.py $(PYTEST_FLAGS)
+
 test-gpu: $(INSTALLED)
 	$(BIN)/pytest -m gpu $(PYTEST_FLAGS)
 
@@ -74,12 +78,15 @@ serve: $(INSTALLED)
 eval-libero: $(LIBERO)
 	$(BIN)/deft-client eval $(SUITE) --tasks trained $(EVAL_FLAGS)
 
+release:
+	PYTHON="$(PYTHON)" PIP_FLAGS="$(PIP_FLAGS)" .ci/release
+
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 $(MADE):
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or later is needed, $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.12 ...")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed, $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.12 ...")'
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "$(PYTHON) cannot make environments; install venv: sudo apt-get install -y python3-venv"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	@touch $@

@@ -11,7 +11,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 PINS = Path(__file__).parents[1] / "requirements" / "ci.txt"
-MARKER = "# Python 3.10 takes the last versions that still support it."
+MARKER = "# Everything else, as it was installed."
 NOT_PINNED_HERE = {"pip", "setuptools", "deft-client", "deft-vla", "hf-libero", "robosuite", "bddl"}
 
 
@@ -28,7 +28,7 @@ def main() -> None:
     }
     found = {normalized(one.metadata["Name"]): one.version for one in distributions()}
     pins = [
-        f'{name}=={version.partition("+")[0]} ; python_version >= "3.11"'
+        f"{name}=={version.partition('+')[0]}"
         for name, version in sorted(found.items())
         if name not in known
     ]

@@ -23,9 +23,7 @@ LEROBOT = (
 LEROBOT_MARKS = [
     pytest.mark.peers,
     pytest.mark.long(seconds=110),  # most of it installing, once
-    pytest.mark.skipif(
-        sys.version_info >= (3, 13), reason="lerobot 0.4 is for Python 3.10 to 3.12"
-    ),
+    pytest.mark.skipif(sys.version_info >= (3, 13), reason="lerobot 0.4 is for Python up to 3.12"),
 ]
 
 

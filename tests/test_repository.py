@@ -2,22 +2,20 @@
 
 import ast
 import re
-import sys
+import tomllib
 from collections.abc import Iterator
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
 from deft_client.libero.simulator.assets import HOW_TO_INSTALL
 from tests.repository import PACKAGES, ROOT, code, name_of, texts, tracked
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 MAX_TREE_BYTES = 80_000_000
 PROJECTS = ("pyproject.toml", "client/pyproject.toml")
+NOTICE = (ROOT / "NOTICE").read_text()
+MAKEFILE = (ROOT / "Makefile").read_text()
 
 # Numbers of OpenVLA's vocabulary. They live with that model, under a name.
 MODEL_FACTS = {29871, 31743, 31744, 31745, 31872, 31999, 32000, 32001, 32064}
@@ -116,6 +114,26 @@ def test_what_to_type_for_libero_names_the_pinned_versions():
     assert named == re.findall(r"^(bddl|hf-libero|robosuite)==([\d.]+)", pins, re.M)
 
 
+def test_who_cites_the_project_names_its_version_and_licence():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert (cited["version"], cited["license"]) == (project["version"], project["license"])
+
+
+def test_files_that_the_notice_names_exist():
+    named = re.findall(r"(?:server|client|policies|examples|docs|tests)/[\w./*-]*[\w]", NOTICE)
+    assert len(named) > 15
+    report(f"NOTICE: {name}" for name in named if not list(ROOT.glob(name)))
+
+
+def test_the_notice_names_every_folder_of_golden_files_from_others():
+    """What Deft itself wrote needs no mention."""
+    ours = {"black_box", "evaluation_folder", "tiny_openvla", "wire_v1"}
+    folders = [path for path in (ROOT / "tests/golden").iterdir() if path.is_dir()]
+    others = [name_of(path) for path in folders if path.name not in ours]
+    report(f"NOTICE does not name {name}" for name in others if name not in NOTICE)
+
+
 def test_both_distributions_have_the_same_version_licence_and_typing():
     projects = [tomllib.loads((ROOT / name).read_text())["project"] for name in PROJECTS]
     for field in ("version", "license", "requires-python"):
@@ -153,7 +171,7 @@ def test_a_library_whose_private_parts_are_used_has_an_upper_bound(project):
 
 
 def test_no_pin_excludes_what_the_packages_ask_for():
-    """Each name in the constraints is there once per Python, and exactly pinned."""
+    """Each name in the constraints is there once per platform, and exactly pinned."""
     seen = set()
     for line in (ROOT / "requirements" / "ci.txt").read_text().splitlines():
         if line and not line.startswith("#"):
@@ -176,3 +194,59 @@ def test_what_mistakes_are_planted_in_exists():
         assert tests
         for name in (*settings["module-path"], *tests):
             assert (ROOT / name).exists(), name
+
+
+def steps_of_workflows():
+    """Name of the file and text of every step that a workflow or an action of ours has."""
+    for path in tracked(".github/workflows/*.yml", ".github/actions/*.yml"):
+        described = yaml.safe_load(path.read_text())
+        for job in described.get("jobs", {"": described.get("runs")}).values():
+            for step in job["steps"]:
+                yield name_of(path), step.get("run") or step["uses"]
+
+
+def targets_of_make():
+    return set(re.findall(r"^([a-z][\w-]*):(?!=)", MAKEFILE, re.M))
+
+
+def missing_in(step):
+    """Targets, programs and actions of ours that a step names and that do not exist."""
+    for line in step.splitlines():
+        words = line.split()
+        if words[:1] == ["make"]:
+            yield from {one for one in words[1:] if "=" not in one} - targets_of_make()
+    files = re.findall(r"(?<![\w/])(?:\./)?(\.(?:ci|github)/[\w./-]+)", step)
+    yield from (name for name in files if not (ROOT / name).exists())
+
+
+def test_what_workflows_call_exists():
+    steps = list(steps_of_workflows())
+    assert {"make check", "make test", "make test-all", "make test-docs", "make release"} <= {
+        step for _, step in steps
+    }
+    report(f"{name}: no {one}" for name, step in steps for one in missing_in(step))
+
+
+def test_the_search_in_workflows_finds_what_it_is_for():
+    assert list(missing_in("make no-such-target WORKERS=2")) == ["no-such-target"]
+    assert list(missing_in("sudo .ci/no-such-program")) == [".ci/no-such-program"]
+    assert list(missing_in("./.github/actions/none")) == [".github/actions/none"]
+
+
+def test_files_that_make_names_exist():
+    named = re.findall(r"(?<![\w.$/-])((?:tests|requirements|\.ci)/[\w./-]+)", MAKEFILE)
+    assert len(named) >= 5
+    report(f"Makefile: no {name}" for name in named if not (ROOT / name).exists())
+
+
+def test_python_is_tested_as_far_as_it_is_promised():
+    """Oldest and newest as classifiers, ruff, make and the workflow have them."""
+    projects = [tomllib.loads((ROOT / name).read_text()) for name in PROJECTS]
+    checks = yaml.safe_load((ROOT / ".github/workflows/checks.yml").read_text())
+    tested = checks["jobs"]["test"]["strategy"]["matrix"]["python"]
+    for described in projects:
+        named = re.findall(r":: (3\.\d+)'", str(described["project"]["classifiers"]))
+        assert named == tested
+        assert described["project"]["requires-python"] == f">={tested[0]}"
+    assert projects[0]["tool"]["ruff"]["target-version"] == f"py{tested[0]}".replace(".", "")
+    assert f"({tested[0].replace('.', ', ')})" in MAKEFILE

@@ -39,8 +39,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         out.mkdir()
         root = ROOT / project
         described = [root / name for name in ("pyproject.toml", "README.md")]
-        licence = [path for path in [root / "LICENSE"] if path.exists()]
-        for path in [*described, *licence, *files_of(packages).values()]:
+        legal = [root / name for name in ("LICENSE", "NOTICE") if (root / name).exists()]
+        for path in [*described, *legal, *files_of(packages).values()]:
             copy = source / path.relative_to(root)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, copy)

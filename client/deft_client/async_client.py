@@ -121,7 +121,7 @@ class AsyncPolicyClient(ClientCalls):
             return await asyncio.wait_for(self._exchange(self._prepared(request)), left_s)
         except httpx.TransportError as error:
             raise transport_error(error, self.url) from error
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             raise AnswerTimeoutError(f"{self.url} took too long to answer") from error
 
     async def _exchange(self, sent: httpx.Request) -> HttpReply:

@@ -1,7 +1,7 @@
 """Turns TOML into frozen dataclasses. Unknown keys and wrong types are refused by name."""
 
 import json
-import sys
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
@@ -10,11 +10,6 @@ from typing import Any, TypeVar
 from deft_client.errors import WireError
 from deft_client.wire.fields import ReadContext, record_of
 from deft_draft_training.errors import ConfigError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 Config = TypeVar("Config")
 

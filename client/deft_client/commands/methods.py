@@ -4,16 +4,11 @@ The same line stands on command lines, in requests and in traces. A file of TOML
 several lines; what the knobs are only the server knows.
 """
 
-import sys
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
 from deft_client.errors import UsageError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 SUFFIX = ".toml"
 NAME_KEY = "method"

@@ -6,7 +6,7 @@ three. The file may also hold a table `[policy_options]`: flags of the policy, w
 
 import argparse
 import shlex
-import sys
+import tomllib
 from argparse import ArgumentParser
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,11 +22,6 @@ from pydantic.fields import FieldInfo
 from deft_policies import catalog
 from deft_policies.commands.parse import PolicyCommand, parse_command
 from deft_server.settings import Settings, SettingsError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 ENVIRONMENT_PREFIX = "DEFT_SERVER_"
 POLICY_OPTIONS = "policy_options"

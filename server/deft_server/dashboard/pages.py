@@ -102,7 +102,7 @@ def build_page_routes(service: Service) -> list[BaseRoute]:
             await websocket.close(WRONG_KEY, str(error)[:120])
         except OverloadedError as error:
             await websocket.close(TOO_MANY, str(error))
-        except (WebSocketDisconnect, asyncio.TimeoutError):
+        except (TimeoutError, WebSocketDisconnect):
             return
 
     return [*routes, WebSocketRoute("/dashboard/feed", serve_feed)]

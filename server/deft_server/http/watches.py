@@ -1,7 +1,6 @@
 """Ends work that nobody waits for: a caller went away, or its key was taken out of the file."""
 
 import asyncio
-import sys
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -34,7 +33,7 @@ class Cancellation:
 
     def was_ours(self) -> bool:
         """Is the `CancelledError` just caught of our making? If so the task lives on."""
-        if self._was_ours and sys.version_info >= (3, 11):
+        if self._was_ours:
             self._task.uncancel()
         return self._was_ours
 

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
 from typing import IO
@@ -300,7 +300,7 @@ def _details(info: ServerInfo) -> dict[str, str]:
 
 def _file_name(header: EpisodeHeader, number: int) -> str:
     """Return `day/number-time-session[-part].deftrec`: numbers tell the order, as clocks jump."""
-    moment = datetime.fromtimestamp(header.started_at, timezone.utc)
+    moment = datetime.fromtimestamp(header.started_at, UTC)
     identity = f"{header.caller}\0{header.session_id}"
     readable = _UNSAFE.sub("_", header.session_id)[:40] or "unnamed"
     parts = [

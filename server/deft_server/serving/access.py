@@ -15,8 +15,8 @@ import hmac
 import logging
 import os
 import re
-import sys
 import time
+import tomllib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
@@ -28,11 +28,6 @@ from pathlib import Path
 
 from deft_client.files import read_file
 from deft_server.errors import ForbiddenError, MissingKeyError, OverloadedError, WrongHostError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 RECHECK_S = 1.0
 MAX_BUCKETS = 4096

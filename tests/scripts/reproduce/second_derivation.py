@@ -10,7 +10,7 @@ import json
 import math
 import random
 import re
-import sys
+import tomllib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,11 +18,6 @@ from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 NOTHING = "–"
 _BLOCK = re.compile(r"<!-- from (\S+)#(\S+) -->\n(.*?)<!-- end -->", re.DOTALL)

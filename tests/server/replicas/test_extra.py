@@ -4,6 +4,7 @@ import asyncio
 import re
 import subprocess
 import sys
+import tomllib
 from types import SimpleNamespace
 
 import pytest
@@ -16,11 +17,6 @@ from deft_server.replicas.replica import FrontState
 from deft_server.settings import Settings, SettingsError
 from tests.repository import ROOT
 from tests.standins.policies import frame
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 WITHOUT_RAY = """
 import sys

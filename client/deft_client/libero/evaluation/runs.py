@@ -6,7 +6,7 @@ import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from enum import Enum
 from importlib import metadata
 from pathlib import Path
@@ -98,7 +98,7 @@ class RunConfig:
 
     def header(self) -> RunHeader:
         """What `run.json` says of it, with a new number of a run."""
-        now = datetime.now(timezone.utc)
+        now = datetime.now(UTC)
         machine = f"{platform.machine()} {platform.system()}, Python {platform.python_version()}"
         return RunHeader(
             run=f"{now:%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}",
