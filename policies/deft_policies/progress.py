@@ -19,7 +19,8 @@ _now = _Step()
 def doing(text: str, share: float | None = None) -> None:
     """Say what is done from now on, and how much of it is done; empty where nothing is left."""
     global _now
-    since_s = _now.since_s if text == _now.text else monotonic()
+    goes_on = text == _now.text and (share or 0.0) >= (_now.share or 0.0)
+    since_s = _now.since_s if goes_on else monotonic()  # what begins anew has a clock of its own
     _now = _Step(text, since_s, share)
 
 

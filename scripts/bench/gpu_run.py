@@ -33,8 +33,8 @@ PROG = "python -m scripts.bench gpu"
 # In the order of what they decide. Profiles come behind the frames that they might slow down.
 QUESTIONS: tuple[tuple[str, float, Callable[[Setting], Iterator[Row]]], ...] = (
     ("ceilings", 10, products.ceilings),
-    ("weights", 25, products.weights),
-    ("products", 45, products.products),
+    ("weights", 15, products.weights),
+    ("products", 25, products.products),
     ("bits", 60, passes.bits),
     ("passes", 40, passes.passes),
     ("frames", 70, frames.frames),

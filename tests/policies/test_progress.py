@@ -10,6 +10,7 @@ from deft_policies.progress import describe_progress, doing
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
     monkeypatch.setattr(progress, "monotonic", lambda: now[0])
+    doing("")  # whatever was loaded before in this process
     return now
 
 
@@ -31,3 +32,12 @@ def test_another_step_has_a_clock_of_its_own(clock: list[float]) -> None:
     doing("reading another model's weights", 0.5)
     clock[0] += 2.0
     assert describe_progress().endswith("about 2 s left")
+
+
+def test_a_step_that_begins_anew_does_not_count_what_was_before(clock: list[float]) -> None:
+    doing("reading the weights", 0.5)  # of a load that failed
+    clock[0] += 1000.0
+    doing("reading the weights", 0.0)
+    clock[0] += 10.0
+    doing("reading the weights", 0.5)
+    assert describe_progress().endswith("about 10 s left")

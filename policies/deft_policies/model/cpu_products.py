@@ -101,7 +101,8 @@ def _pack(weight: Tensor, bias: Tensor | None, activation: str) -> Product:
 def _pack_halves(weight: Tensor) -> Product:
     """In float16, in the layout of FBGEMM, which sums in float32: half the memory to read.
 
-    Every row is computed alone, so it has the same bits among others.
+    With AVX-512 every row is computed alone, so it has the same bits among others. With AVX2 alone
+    it has not; float32 promises equal answers but for near ties.
     """
     operators = torch.ops.quantized
     packed = operators.linear_prepack_fp16(weight.contiguous(), None)
