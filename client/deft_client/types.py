@@ -304,7 +304,9 @@ class ServerInfo:
         """What an observation has that the policy does not look at: fields, and why."""
         found = {}
         wrists = [name for name in observation.cameras if "wrist" in name]
-        unseen = [name for name in observation.cameras if name not in wrists]
+        named = [one for one in observation.cameras if one.rpartition(".")[2] in self.cameras]
+        wrists = [one for one in wrists if one not in named]
+        unseen = [one for one in observation.cameras if one not in (*wrists, *named)]
         unseen += wrists[max(self.num_pictures - 1, 0) :]
         if unseen:
             found["cameras"] = f"the policy does not look at {', '.join(unseen)}"

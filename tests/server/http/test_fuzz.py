@@ -23,7 +23,7 @@ from tests.server.process import serving
 from tests.standins.policies import FakePolicy, frame
 
 NUM_MESSAGES = 1600
-# Caches, counters and the dashboard's quarter of an hour may fill; each message may not leave anything.
+# Caches, counters and the dashboard's timeline may fill; each message may not leave anything.
 KEPT_OBJECTS = 1000
 BOUNDARY = "xyz"
 FUZZ = settings(

@@ -159,6 +159,11 @@ class Pi0Fast(TokenModel):
             )
         self._ids(observation)
 
+    @property
+    def camera_names(self) -> list[str]:
+        """The robot's cameras by the model's names for them, but for one that is the frame."""
+        return [one for one in self.files.robot_cameras if one != "image"]
+
     def pictures(self, observation: Observation) -> list[Image]:
         """Those of the model's cameras that a frame has, in the order of the prompt.
 
