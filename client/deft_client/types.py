@@ -307,7 +307,7 @@ class ServerInfo:
         named = [one for one in observation.cameras if one.rpartition(".")[2] in self.cameras]
         wrists = [one for one in wrists if one not in named]
         unseen = [one for one in observation.cameras if one not in (*wrists, *named)]
-        unseen += wrists[max(self.num_pictures - 1, 0) :]
+        unseen += wrists[max(self.num_pictures - 1 - len(named), 0) :]
         if unseen:
             found["cameras"] = f"the policy does not look at {', '.join(unseen)}"
         if observation.state is not None and self.state_dim is None:
