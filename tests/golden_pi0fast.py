@@ -1,8 +1,6 @@
 """pi0-FAST's reference answers: tests/golden/pi0fast/README.md says how they were computed."""
 
-import json
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +11,15 @@ from PIL import Image
 from deft_client.types import Observation
 from deft_policies.families.options import ModelOptions
 from deft_policies.model.formats import Precision
+from tests.golden_sets import frames_of, variant_of
 
 GOLDEN = Path(__file__).parent / "golden/pi0fast"
 VARIANTS = ("quantile", "meanstd")
 
 
-@cache
 def variant(name: str) -> dict[str, Any]:
     """Cases, sessions and details of a checkpoint."""
-    found: dict[str, Any] = json.loads((GOLDEN / "expected.json").read_text())["variants"][name]
-    return found
+    return variant_of(GOLDEN, name)
 
 
 def case(name: str, number: int) -> dict[str, Any]:
@@ -31,11 +28,8 @@ def case(name: str, number: int) -> dict[str, Any]:
 
 
 def frames(name: str) -> Iterator[dict[str, Any]]:
-    """Every single case, then every frame of the session."""
-    yield from variant(name)["cases"]
-    for session in variant(name)["sessions"]:
-        for frame in session["frames"]:
-            yield {**frame, "instruction": session["instruction"]}
+    """Every single case, then every frame of every session."""
+    return frames_of(variant(name))
 
 
 def options_of(name: str, **more: Any) -> ModelOptions:

@@ -1,8 +1,6 @@
 """QwenFAST's and NORA's reference answers: tests/golden/qwenfast/README.md says how they came."""
 
-import json
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +9,15 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from deft_policies.families.options import ModelOptions
+from tests.golden_sets import frames_of, variant_of
 
 GOLDEN = Path(__file__).parent / "golden/qwenfast"
 VARIANTS = ("libero", "bridge", "nora", "nora_long")
 
 
-@cache
 def variant(name: str) -> dict[str, Any]:
     """Cases, sessions and details of a checkpoint."""
-    found: dict[str, Any] = json.loads((GOLDEN / "expected.json").read_text())["variants"][name]
-    return found
+    return variant_of(GOLDEN, name)
 
 
 def options_of(name: str, **more: Any) -> ModelOptions:
@@ -32,10 +29,7 @@ def options_of(name: str, **more: Any) -> ModelOptions:
 
 def frames(name: str) -> Iterator[dict[str, Any]]:
     """Every single case, then every frame of every session."""
-    yield from variant(name)["cases"]
-    for session in variant(name)["sessions"]:
-        for frame in session["frames"]:
-            yield {**frame, "instruction": session["instruction"]}
+    return frames_of(variant(name))
 
 
 def cameras(frame: dict[str, Any]) -> list[NDArray[np.uint8]]:

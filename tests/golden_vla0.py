@@ -1,9 +1,7 @@
 """VLA-0's reference answers: tests/golden/vla0/README.md says how they were computed."""
 
 import hashlib
-import json
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +9,20 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from tests.golden_sets import frames_of, variant_of
+
 GOLDEN = Path(__file__).parent / "golden/vla0"
 VARIANTS = ("tied", "untied")
 
 
-@cache
 def variant(name: str) -> dict[str, Any]:
     """Cases, sessions and details of a checkpoint."""
-    found: dict[str, Any] = json.loads((GOLDEN / "expected.json").read_text())["variants"][name]
-    return found
+    return variant_of(GOLDEN, name)
 
 
 def frames(name: str) -> Iterator[dict[str, Any]]:
     """Every single case, then every frame of every session."""
-    yield from variant(name)["cases"]
-    for session in variant(name)["sessions"]:
-        for frame in session["frames"]:
-            yield {**frame, "instruction": session["instruction"]}
+    return frames_of(variant(name))
 
 
 def cameras(frame: dict[str, Any]) -> list[NDArray[np.uint8]]:

@@ -26,6 +26,7 @@ from deft_policies.decoding.sampling import first_maximum
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.model.fused_attention import (
     ANSWER,
+    CHUNK,
     MOST_DEEP,
     NUM_HEADER,
     ROOT,
@@ -136,8 +137,10 @@ class Layout:
         widest = max(self.longest, self.num_nodes)
         inner = (sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_dim
         of_token = itemsize * (4 * sizes.width + 2 * inner + 3 * sizes.mlp_width)
-        # The attention's partial sums are float64, in up to eight parts where queries are few.
-        sums = 8 * 8 * _FEW_QUERIES * sizes.num_heads * sizes.head_dim
+        # Where queries are few the attention leaves a part for every chunk of positions.
+        sums = (
+            4 * (2 + self.num_positions // CHUNK) * _FEW_QUERIES * sizes.num_heads * sizes.head_dim
+        )
         nodes = num_graphs * _NODES_OF_LAYER * sizes.num_layers * _BYTES_OF_NODE
         return {
             "keys and values": self.num_slots * self.num_positions * token,

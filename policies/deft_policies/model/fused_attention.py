@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 ROOT, ANSWER, NUM_PROMPT, SLOT, TWO_WAY, NUM_HEADER = range(6)
 MOST_DEEP = 128  # nodes above the deepest of a tree, at most
 WORD = 64  # ancestors that one number names
+CHUNK = 64  # positions that are added together, where all that compute a token see the same ones
 
 
 @dataclass(frozen=True)

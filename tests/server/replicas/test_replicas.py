@@ -3,7 +3,7 @@
 import asyncio
 import pickle
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -46,8 +46,8 @@ from deft_server.serving.service import Service
 from deft_server.settings import Settings, SettingsError
 from tests.standins.policies import (
     CALLER,
-    PATIENCE_S,
     FakePolicy,
+    GatedPolicy,
     LimitedFake,
     RaisingPolicy,
     RowByRowPolicy,
@@ -489,16 +489,8 @@ def test_replicas_that_do_not_start_end_the_server_with_the_reason():
 
 
 @dataclass(eq=False)
-class GatedLimited(LimitedFake):
-    """Stays inside `act` until the test opens the gate."""
-
-    entered: threading.Event = field(default_factory=threading.Event)
-    gate: threading.Event = field(default_factory=threading.Event)
-
-    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
-        self.entered.set()
-        assert self.gate.wait(PATIENCE_S), "the test never opened the gate"
-        return super().act(batch)
+class GatedLimited(GatedPolicy, LimitedFake):
+    """Stays inside `act` until the test opens the gate, and has limits."""
 
 
 def test_an_answer_is_judged_by_the_limits_of_the_version_that_gave_it():

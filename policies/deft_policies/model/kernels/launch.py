@@ -13,12 +13,12 @@ import torch
 import triton
 from torch import Tensor
 
-from deft_policies.model.fused_attention import NUM_HEADER
+from deft_policies.model.fused_attention import CHUNK, NUM_HEADER
 from deft_policies.model.kernels import programs
 from deft_policies.model.quantization import Matrix
 from deft_policies.model.sizes import LlamaSizes
 
-_CHUNK, _TAIL = 64, 16  # slots that a program adds together, before and behind the border
+_TAIL = 16  # positions behind the border that a program adds together
 _QUERIES = 16  # of a program: the fewest that are a matrix product
 _MOST_SPLITS = 8
 _PROGRAMS = 256  # fill a device: with fewer, slots are divided among more
@@ -270,7 +270,7 @@ class FusedKernels:
         splits = min(_MOST_SPLITS, _PROGRAMS // (num_rows * blocks))
         splits = 1 << max(splits.bit_length() - 1, 0)  # few values: each is compiled by itself
         entries = num_rows * num_tokens * heads.num_heads if splits > 1 else 0
-        parts = triton.cdiv(cache.shape[1], _CHUNK) + 1
+        parts = triton.cdiv(cache.shape[1], CHUNK) + 1
         partial = torch.empty(parts, entries, head_dim, device=fused.device)
         totals, tops = partial.new_empty(2, parts, entries).unbind()
         out = fused.new_empty(num_rows * num_tokens, heads.num_heads * head_dim)
@@ -284,7 +284,7 @@ class FusedKernels:
             "IS_PREFILL": is_prefill,
             "NUM_SPLITS": splits,
             "QUERIES": _QUERIES,
-            "CHUNK": _CHUNK,
+            "CHUNK": CHUNK,
             "TAIL": _TAIL,
             "BLOCK": max(block, _QUERIES),
             "num_stages": STAGES,

@@ -229,11 +229,10 @@ def attend(
         if NUM_SPLITS == 1:
             total, mixed, top = _join(total, mixed, top, own_total, own_mixed, own)
         else:
-            mine = chunk * num_entries + entry
-            place_of = mine[:, None] * HEAD_DIM + columns[None, :]
-            tl.store(partial + place_of, own_mixed, mask=both)
-            tl.store(totals + mine, own_total, mask=is_query)
-            tl.store(tops + mine, own, mask=is_query)
+            _store_part(
+                partial, totals, tops, chunk * num_entries + entry, columns, both, is_query,
+                own_total, own_mixed, own, HEAD_DIM,
+            )  # fmt: skip
     if num_chunks % NUM_SPLITS == split:
         last_total = tl.zeros((QUERIES,), tl.float64)
         last_mixed = tl.zeros((QUERIES, BLOCK), tl.float64)
@@ -264,11 +263,10 @@ def attend(
         if NUM_SPLITS == 1:
             total, mixed, top = _join(total, mixed, top, own_total, own_mixed, last_top)
         else:
-            mine = num_chunks * num_entries + entry
-            place_of = mine[:, None] * HEAD_DIM + columns[None, :]
-            tl.store(partial + place_of, own_mixed, mask=both)
-            tl.store(totals + mine, own_total, mask=is_query)
-            tl.store(tops + mine, last_top, mask=is_query)
+            _store_part(
+                partial, totals, tops, num_chunks * num_entries + entry, columns, both, is_query,
+                own_total, own_mixed, last_top, HEAD_DIM,
+            )  # fmt: skip
     if NUM_SPLITS == 1:
         _store_mixed(out, entry, columns, both, mixed, total, HEAD_DIM)
     else:
@@ -303,6 +301,16 @@ def _join(total, mixed, top, own_total, own_mixed, own):
     total = total * before + own_total * now
     mixed = mixed * before[:, None] + own_mixed * now[:, None]
     return total, mixed, higher
+
+
+@triton.jit
+def _store_part(
+    partial, totals, tops, where, columns, both, is_query, total, mixed, top, HEAD_DIM
+):  # fmt: skip
+    """Leave a part for the program that joins all of them."""
+    tl.store(partial + where[:, None] * HEAD_DIM + columns[None, :], mixed, mask=both)
+    tl.store(totals + where, total, mask=is_query)
+    tl.store(tops + where, top, mask=is_query)
 
 
 @triton.jit
