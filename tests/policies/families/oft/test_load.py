@@ -111,7 +111,7 @@ def test_files_and_flags_choose_the_family_unless_it_is_named(tmp_path: Path) ->
     assert family_of(ModelOptions(checkpoint=tokens, num_steps=8)) == "oft"
     assert family_of(ModelOptions(checkpoint=tokens, num_pictures=1)) == "oft"
     assert family_of(ModelOptions(checkpoint=head, family="openvla")) == "openvla"
-    known = "unknown family 'pi0'; known: vla0, ecot, oft, openvla"
+    known = "unknown family 'pi0'; known: vla0, pi0fast, qwenfast, nora, ecot, oft, openvla"
     with pytest.raises(CheckpointError, match=known):
         family_of(ModelOptions(checkpoint=head, family="pi0"))
 
