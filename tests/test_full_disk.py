@@ -9,6 +9,7 @@ import os
 import resource
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -255,15 +256,20 @@ def test_a_file_cut_at_any_byte_keeps_the_whole_units_before_the_cut(
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
+def small_disk() -> Iterator[Path]:
+    """A file system of 1 MB.
+
+    It is not in pytest's folder: a run that is killed leaves it mounted, and the next run could
+    not remove that folder.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="deft-small-disk-"))
     command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
     if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+        folder.rmdir()
         pytest.skip("this machine does not allow mounting a file system")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
+    folder.rmdir()
 
 
 def test_a_small_disk_that_fills_and_is_emptied_again_loses_nothing(
