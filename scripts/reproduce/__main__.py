@@ -22,7 +22,6 @@ from deft_client.commands.program import CommandParser, distribution_version
 from deft_client.datasets.flags import add_camera_flag, read_cameras
 from deft_client.files import write_atomically
 from deft_policies.commands.parse import parse_command, run_command, target_flags
-from scripts.reproduce import final
 from scripts.reproduce.choices import record_choices
 from scripts.reproduce.page import (
     FACTS,
@@ -49,7 +48,7 @@ from scripts.reproduce.study import (
 )
 
 PROG = "python -m scripts.reproduce"
-ALL, FINAL = "all", "final"
+ALL = "all"
 _STRIP_FRAMES = 6
 _QUICK_EPISODES, _QUICK_TIMES = 1, 10
 _QUICK_FRAMES = 60
@@ -58,8 +57,6 @@ _STEPS_PER_EPISODE = 60  # an episode has more, so that there are frames enough
 
 def main(arguments: list[str]) -> int:
     """Record what is missing and write the page; or check one. Returns the exit code."""
-    if arguments[:1] == [FINAL]:
-        return final.main(arguments[1:])
     parser = _parser()
 
     def run() -> int:
@@ -96,8 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         "studies",
         nargs="*",
         metavar="STUDY[/TABLE]",
-        help=f"{', '.join(names)} or {ALL}; `{FINAL}` plays "
-        "what is held out (its own --help says how)",
+        help=f"{', '.join(names)} or {ALL}",
     )
     parser.add_argument(
         "--row", action="append", default=[], metavar="NAME",
