@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
@@ -278,7 +278,7 @@ def _executed(chunk: ActionChunk) -> NDArray[np.float64]:
 
 def _header(row: Row, label: str, told: Mapping[str, str], chunk: ActionChunk) -> RunHeader:
     """`told` is of the policy without the row's flags, which the options have."""
-    now = datetime.now(timezone.utc)
+    now = datetime.now(UTC)
     return RunHeader(
         run=f"{now:%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}",
         created=f"{now:%Y-%m-%dT%H:%M:%SZ}",

@@ -19,6 +19,7 @@ from deft_client.libero.results.store import WEIGHTS, ResultsStore, RunResults, 
 from deft_client.measures.answers import AnswerRecord
 from deft_client.peers.conventions import to_robosuite
 from deft_client.types import ActOptions, StageTimings
+from deft_policies import tiny_libero
 from deft_policies.base import ActRequest
 from deft_policies.decoding.methods import find_method
 from deft_policies.memory import SessionMemory
@@ -45,6 +46,7 @@ from scripts.reproduce.runs import table_of
 from scripts.reproduce.study import (
     FOLDER,
     PLAIN,
+    SUFFIX,
     ReproductionError,
     Row,
     Study,
@@ -521,6 +523,33 @@ def test_the_command_runs_a_study_over_a_policy_given_by_flags(tmp_path, data, c
     assert check(out) == []
     assert main(["nothing", "--out", str(out)]) == 1
     assert "'nothing'; known: comparison" in capsys.readouterr().err
+
+
+def test_a_table_is_printed_for_a_checkpoint_of_ones_own(tmp_path, data, capsys):
+    checkpoint = shutil.copytree(tiny_libero.CHECKPOINT, tmp_path / "mine")
+    arguments = ["spec-vla/table-2", "--no-episodes", "--recording", str(data), "--frames", "3"]
+    flags = ["--checkpoint", str(checkpoint), "--draft-head", str(tiny_libero.HEADS[0])]
+    flags += ["--row", "strict, our loop"]
+    assert main([*arguments, *flags, "--out", str(tmp_path / "out")]) == 0
+    told = capsys.readouterr().out
+    assert "## Table 2: share of passes by accepted length" in told
+    assert "| strict, our loop | " in told
+    assert "| Goal, strict | 50.24% | " in told
+    assert not (tmp_path / "out" / CHOICES).exists()
+
+
+def test_every_table_is_listed_with_what_it_shows(capsys):
+    assert main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["table", "frames", "episodes", "what", "it", "shows"]
+    listed = [line for line in lines[1:] if "/" in line.split(" ")[0]]
+    tables = [
+        f"{name}/{table.key}"
+        for name in study_names()
+        for table in load_study(FOLDER / f"{name}{SUFFIX}").table
+    ]
+    assert [line.split()[0] for line in listed] == tables
+    assert "Spec-VLA: Table 2: share of passes by accepted length" in "".join(listed)
 
 
 def played_in(out: Path) -> RunResults:
