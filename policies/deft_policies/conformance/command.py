@@ -45,9 +45,9 @@ def compare_with_own_code(
     options = _options_of(command)
     assert options.checkpoint is not None
     kit.look_at(python, open_model(options).name)
+    frames = read_frames(data, cameras)
     _say("Deft: loading the weights")
     policy = _load(command)
-    frames = read_frames(data, cameras)
     if data is None:
         frames = kit.choose_frames(policy.model, frames)
     key = options.statistics_key or policy.info.statistics_keys[0]

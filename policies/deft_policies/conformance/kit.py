@@ -18,7 +18,6 @@ from typing import IO, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from deft_client.errors import WireError
 from deft_client.image_chain import ImageChain
@@ -46,6 +45,7 @@ from deft_policies.families.pi0fast.model import Pi0Fast
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.memory import SessionMemory
 from deft_policies.model.prompt import PromptTemplate
+from deft_policies.progress import counted
 
 NUM_FRAMES = 20
 SCRIPT = Path(__file__).parent / "own_code.py"
@@ -152,7 +152,7 @@ def ask_own_code(
         _exchange(process, lines[0], _ANSWER, complain)  # the first answer of a process is slow
         answers = [
             _answer_of(_exchange(process, line, _ANSWER, complain))
-            for line in tqdm(lines, unit="frame", desc="the model's own code", disable=None)
+            for line in counted(lines, len(lines), "the model's own code", "frame")
         ]
     return OwnAnswers(tuple(answers), ready.versions)
 
@@ -165,7 +165,7 @@ def ask_deft(
     options = ActOptions(decoding=decoding, statistics_key=key, want_trace=True)
     answers = []
     policy.act([ActRequest(frames[0].observation, SessionMemory(), options)])
-    for frame in tqdm(frames, unit="frame", desc=f"Deft, {decoding or 'one pass'}", disable=None):
+    for frame in counted(frames, len(frames), f"Deft, {decoding or 'one pass'}", "frame"):
         memory = memories.get(frame.episode, SessionMemory())
         start = time.perf_counter()
         (answer,) = policy.act([ActRequest(frame.observation, memory, options)])

@@ -98,7 +98,7 @@ class OpenVla:
             path,
             torch_dtype=_dtype(setup),
             attn_implementation="sdpa",
-            low_cpu_mem_usage=True,
+            low_cpu_mem_usage=importlib.util.find_spec("accelerate") is not None,
             trust_remote_code=True,
         )
         self.model = model.to(setup["device"]).eval()

@@ -313,9 +313,10 @@ def main(arguments: list[str]) -> int:
             findings += examine_chains(command, given.demonstration, read_cameras(given))
         except (PolicyError, DeftError, OSError) as error:
             findings.append(Finding("demonstration", Verdict.BAD, str(error)))
-    if given.against is not None and not _num(findings, Verdict.BAD):
-        findings.append(compare_with_own_code(command))
-    return _told(findings)
+    if given.against is None or _num(findings, Verdict.BAD):
+        return _told(findings)
+    sys.stdout.write(f"{_lines(findings)}\n")
+    return _told([compare_with_own_code(command)], findings)
 
 
 def compare_with_own_code(command: PolicyCommand) -> Finding:
@@ -331,9 +332,10 @@ def compare_with_own_code(command: PolicyCommand) -> Finding:
         return Finding(conformance.SUBJECT, Verdict.BAD, str(error))
 
 
-def _told(findings: Sequence[Finding]) -> int:
-    """Print what was found; returns the exit code."""
+def _told(findings: Sequence[Finding], printed: Sequence[Finding] = ()) -> int:
+    """Print what was found behind what is printed; returns the exit code."""
     sys.stdout.write(_lines(findings))
+    findings = [*printed, *findings]
     counts = {one: _num(findings, one) for one in (Verdict.BAD, Verdict.DOUBTFUL)}
     said = [f"{count} {one.value}{'s' * (count != 1)}" for one, count in counts.items()]
     sys.stdout.write(f"{', '.join(said)}\n")
