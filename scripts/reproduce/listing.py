@@ -1,7 +1,5 @@
 """The list of tables that can be rerun, with the minutes that they take on two cores."""
 
-from collections.abc import Iterator
-
 from scripts.reproduce.study import FOLDER, SUFFIX, Study, Table, distinct, load_study, study_names
 
 # Means of the lines in docs/results, of the small policy on one thread of a two-core machine.
@@ -18,7 +16,9 @@ def list_tables() -> str:
     for name in study_names():
         study = load_study(FOLDER / f"{name}{SUFFIX}")
         for table in study.table:
-            lines.append((f"{name}/{table.key}", *_minutes(study, table), _shown(study, table)))
+            frames, episodes = _minutes(study, table)
+            shown = f"{study.title}: {table.title}"
+            lines.append((f"{name}/{table.key}", frames, episodes, shown))
     widths = [max(len(line[place]) for line in lines) for place in range(3)]
     return "".join(f"{_line(line, widths)}\n" for line in lines) + _LEGEND
 
@@ -37,14 +37,13 @@ def _line(line: tuple[str, str, str, str], widths: list[int]) -> str:
     return f"{name:<{widths[0]}}  {frames:>{widths[1]}}  {episodes:>{widths[2]}}  {title}"
 
 
-def _shown(study: Study, table: Table) -> str:
-    return f"{study.title}: {table.title}"
-
-
-def _minutes(study: Study, table: Table) -> Iterator[str]:
+def _minutes(study: Study, table: Table) -> tuple[str, str]:
     rows = distinct(study.rows(table.key))
     seconds = sum(_FLAGS_FRAME_S if row.flags else _FRAME_S for row in rows if row.batch == 1)
     replayed_s = study.num_frames * (seconds + _EPISODE_S / _STEPS_PER_EPISODE)
-    yield f"{replayed_s / 60:.0f} min" if study.num_frames else "-"
-    num_played = len({row.method for row in rows if row.played})
-    yield f"{num_played * _EPISODES * _EPISODE_S / 60:.0f} min" if num_played else "-"
+    played_s = len({row.method for row in rows if row.played}) * _EPISODES * _EPISODE_S
+    return _text(replayed_s), _text(played_s)
+
+
+def _text(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds else "-"

@@ -49,6 +49,11 @@ from deft_policies.benchmark.summary import (
     summarise_speed,
 )
 from deft_policies.benchmark.tables import Report, first_table, length_table, plans_used, render
+from deft_policies.benchmark.transformers_loops import (
+    BaselineLoop,
+    TransformersPolicy,
+    baselines_of,
+)
 from deft_policies.constant import ConstantPolicy
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
 from deft_policies.decoding.plan import OUR_PLANS, PLAIN
@@ -59,7 +64,6 @@ from deft_policies.model.formats import Precision
 from deft_policies.model.random_weights import openvla_7b
 from deft_server.__main__ import main as deft
 from scripts.bench.decoding import main as bench
-from scripts.transformers_baseline import BaselineLoop, TransformersPolicy, baselines_of
 from tests import golden
 from tests.golden_vla0 import GOLDEN, cameras, variant
 
@@ -313,6 +317,14 @@ def test_the_first_table_measures_other_answers_of_relaxed_methods() -> None:
         "25.0%",
     )
     assert (shown["relaxed"], shown["bins: mean, most"]) == ("50.0%", "0.00, 4")
+
+
+def test_transformers_that_is_not_installed_is_said_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("deft_policies.benchmark.command.find_spec", lambda name: None)
+    assert deft(["bench", "--against", "transformers"]) == 1
+    assert "pip install ./client '.[transformers]'" in capsys.readouterr().err
 
 
 def test_decoding_is_summed_up_against_plain_decoding_of_the_same_frames() -> None:

@@ -21,6 +21,7 @@ from deft_client.peers.conventions import to_robosuite
 from deft_client.types import ActOptions, StageTimings
 from deft_policies import tiny_libero
 from deft_policies.base import ActRequest
+from deft_policies.benchmark.transformers_loops import QwenLoop
 from deft_policies.decoding.methods import find_method
 from deft_policies.memory import SessionMemory
 from scripts.reproduce.__main__ import main
@@ -54,7 +55,6 @@ from scripts.reproduce.study import (
     load_study,
     study_names,
 )
-from scripts.transformers_baseline import QwenLoop
 from tests import golden_ecot
 from tests.client.libero.episodes import header, record
 from tests.draft_training.made_up import write_demonstrations
