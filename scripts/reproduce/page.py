@@ -280,8 +280,8 @@ def _said_of_times(rows: Sequence[RowResults]) -> Iterator[str]:
         return
     worked = sum(one.worked_s for one in timed.records)
     spent = sum(one.timings.round_trip_ms for one in answers_of(timed)) / 1000
-    share = f"; the first row had {worked / spent:.0%} of a core" if worked else ""
-    yield f"Times are of {timed.header.assets}, rows in turn at every frame{share}."
+    share = f"; the first row's thread had {worked / spent:.0%} of a core" if worked else ""
+    yield f"Times are of {timed.header.assets}; methods alternated frame by frame{share}."
     doubts: dict[tuple[str, ...], list[str]] = {}
     for one in rows:
         if one.speedup is not None and one.speedup.doubts:
@@ -366,12 +366,18 @@ def check(path: Path) -> list[str]:
         is_results = path.name == "results.md" or path.resolve().parent.name == "results"
         measured = _MEASURED if is_results else _OF_EPISODES
         return [*quoted, *_loose_numbers(path.name, text, measured)]
-    inside = sorted(one.parent for one in path.glob(f"*/{FACTS}"))
-    if not inside or (path / FACTS).exists():
+    inside = _folders_in(path)
+    if not inside:
         return list(_check_folder(ResultsFolder(path)))
     pages = quoting_pages(path)
     found = [f"{one.name}: {note}" for one in inside for note in _check_folder(ResultsFolder(one))]
     return found + [note for page in pages for note in check(page)]
+
+
+def _folders_in(path: Path) -> list[Path]:
+    """The folders of results in a folder that is none itself."""
+    is_results = (path / FACTS).exists()
+    return [] if is_results else sorted(one.parent for one in path.glob(f"*/{FACTS}"))
 
 
 def quoting_pages(results: Path) -> list[Path]:
@@ -384,7 +390,14 @@ def quoting_pages(results: Path) -> list[Path]:
 
 
 def write(path: Path) -> None:
-    """Bring a results folder's derived files, or a page's blocks, up to date with the lines."""
+    """Bring a results folder's derived files, or a page's blocks, up to date with the lines.
+
+    Of a folder of results: all of them, and the pages around it that quote them.
+    """
+    if inside := _folders_in(path):
+        for one in (*inside, *quoting_pages(path)):
+            write(one)
+        return
     if path.is_dir():
         for name, content in outputs(ResultsFolder(path)).items():
             (path / name).parent.mkdir(exist_ok=True)

@@ -300,6 +300,21 @@ def test_a_page_says_once_what_a_column_means(folder, tmp_path):
     assert check(page) == []
 
 
+def test_all_results_and_the_pages_that_quote_them_are_written_and_checked_at_once(
+    folder, tmp_path
+):
+    results = tmp_path / "repository" / "docs" / "results"
+    shutil.copytree(folder, results / "copy")
+    (results / "copy" / PAGE).unlink()
+    pages = [results / "detail.md", results.parent / "results.md", results.parents[1] / "README.md"]
+    for page, where in zip(pages, ("", "results/", "docs/results/"), strict=True):
+        page.write_text(f"<!-- from {where}copy#made-up/small -->\n<!-- end -->\n")
+    assert sorted(quoting_pages(results)) == sorted(pages)
+    write(results)
+    assert all("| relaxed |" in page.read_text() for page in (*pages, results / "copy" / PAGE))
+    assert check(results) == []
+
+
 def test_a_row_that_has_not_answered_every_frame_is_not_compared(folder):
     (folder / "frames" / "within-bins-drafts=previous" / "episodes.jsonl").write_bytes(b"")
     assert set(rows_of(folder)) == {"plain", "half right"}
