@@ -23,10 +23,11 @@ PINS := --constraint requirements/ci.txt
 MADE := $(VENV)/.made
 INSTALLED := $(VENV)/.installed
 SIMULATOR := $(VENV)/.simulator-installed
+SITE := $(VENV)/.site-installed
 LIBERO := $(VENV)/.libero-installed
 
 .NOTPARALLEL:
-.PHONY: help install install-libero install-ray check test test-all test-docs test-gpu release demo serve eval-libero clean
+.PHONY: help install install-libero install-ray check test test-all test-docs test-gpu docs release demo serve eval-libero clean
 
 help:
 	@echo "make demo          serve tiny-libero, play LIBERO against it, write a report with videos"
@@ -36,6 +37,7 @@ help:
 	@echo "make serve         deft serve SERVE_FLAGS"
 	@echo "make eval-libero   deft-client eval SUITE EVAL_FLAGS: the tasks a running server's policy was trained on"
 	@echo "make test-docs     every link and command of the pages; test-gpu: the tests that need a GPU"
+	@echo "make docs          the pages as a site, into site; a dead link fails"
 	@echo "make release       wheels that were tried in clean environments, their parts and checksums, into dist"
 	@echo "make clean         remove caches and build outputs, keep the environment"
 
@@ -64,6 +66,10 @@ test-all: $(INSTALLED) $(SIMULATOR)
 test-docs: $(INSTALLED) $(SIMULATOR)
 	$(BIN)/pytest tests/test_documents.py $(PYTEST_FLAGS)
 
+# Set DOCS_REPOSITORY to the repository's address, and links to code lead there.
+docs: $(INSTALLED) $(SITE)
+	$(BIN)/python -m mkdocs build --strict --clean
+
 test-gpu: $(INSTALLED)
 	$(BIN)/pytest -m gpu $(PYTEST_FLAGS)
 
@@ -82,7 +88,7 @@ release:
 	PYTHON="$(PYTHON)" PIP_FLAGS="$(PIP_FLAGS)" .ci/release
 
 clean:
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 $(MADE):
@@ -94,6 +100,10 @@ $(MADE):
 $(INSTALLED): $(MADE) pyproject.toml client/pyproject.toml requirements/ci.txt
 	@echo "installing into $(VENV); this takes a few minutes, once"
 	$(PIP) $(PINS) --editable "./client[datasets]" --editable ".[$(EXTRAS)]"
+	@touch $@
+
+$(SITE): $(MADE) pyproject.toml requirements/ci.txt
+	$(PIP) $(PINS) --editable "./client" --editable ".[docs]"
 	@touch $@
 
 # LIBERO's packages ask for a training stack that nothing here uses, so they go in without their
