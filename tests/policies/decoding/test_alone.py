@@ -145,7 +145,6 @@ def num_bytes() -> int:
     return sum({one._cdata: one.nbytes() for one in storages}.values())
 
 
-@pytest.mark.long(seconds=52)
 def test_texts_of_many_methods_need_little_more_memory_than_texts_of_one() -> None:
     many = [f"small-model:patch_share={share / 100}" for share in range(1, 81)]
     alike = most_bytes_beside(["small-model:patch_share=0.5"] * len(many))
