@@ -353,8 +353,11 @@ def exact_odds(
     return [first, first @ second, joint @ third]
 
 
-@pytest.mark.parametrize("shape", [TreeShape.chain(3), TREE], ids=["chains", "trees"])
-@pytest.mark.parametrize("kind", [kinds.HEAD, kinds.SMALL_MODEL])
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [(kinds.HEAD, TREE), (kinds.SMALL_MODEL, TreeShape.chain(3))],
+    ids=["head, trees", "small model, chains"],
+)
 def test_drawn_drafts_keep_the_odds_of_whole_actions(kind: str, shape: TreeShape) -> None:
     """4,000 actions with drafts that are drawn, over several passes, bonus tokens included."""
     decoder, temperature = tiny_decoder(), 3.0
