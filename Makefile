@@ -110,8 +110,8 @@ $(INSTALLED): $(MADE) pyproject.toml client/pyproject.toml requirements/ci.txt
 	@touch $@
 
 # Client and server with what their tests need; whatever comes with torch stays out.
-$(LIGHT): $(MADE) pyproject.toml client/pyproject.toml requirements/ci.txt
-	$(BIN)/python -c 'import re, tomllib; found = tomllib.load(open("pyproject.toml", "rb"))["project"]; print(*[one for one in found["dependencies"] + found["optional-dependencies"]["dev"] if not re.match("deft-client|torch|transformers|triton", one)], sep="\n")' >$(VENV)/light.txt
+$(LIGHT): $(MADE) .ci/light_requirements.py pyproject.toml client/pyproject.toml requirements/ci.txt
+	$(BIN)/python .ci/light_requirements.py >$(VENV)/light.txt
 	$(PIP) $(PINS) --requirement $(VENV)/light.txt --editable "./client[datasets]"
 	$(PIP) --no-deps --editable .
 	@touch $@
