@@ -24,7 +24,7 @@ from tests.client.hostile_servers import dripping, frozen, holding_up, withholdi
 from tests.client.libero.episodes import header
 from tests.client.libero.episodes import record as episode
 from tests.client.samples import frame
-from tests.draft_training.made_up import write_demonstrations
+from tests.demonstrations import write_demonstrations
 from tests.repository import ROOT, DocumentedCommand, documented_commands, documents, name_of
 from tests.server.commands.test_replay import record
 from tests.typed import MODULES, assert_known, main_of, next_command

@@ -442,7 +442,6 @@ def vla0_frames() -> list[ReplayFrame]:
     ]
 
 
-@pytest.mark.long(seconds=15)
 def test_answers_of_numbers_are_measured_beside_transformers() -> None:
     """As the original decodes, and with lookup; without its constraint no number may be written."""
     policy = load_policy(VLA0)
@@ -483,7 +482,6 @@ def test_bfloat16_flips_only_near_ties_of_the_golden_model() -> None:
     assert "0 of them" in describe(report)
 
 
-@pytest.mark.long(seconds=15)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_policy_that_ships_can_be_audited(
     dtype: str, capsys: pytest.CaptureFixture[str]

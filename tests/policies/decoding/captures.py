@@ -17,8 +17,8 @@ from deft_policies.memory import SessionMemory
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads, head_sizes
 from deft_policies.model.graphs import Reserve, StepRunner
 from deft_policies.model.llama import LlamaDecoder, RotaryTable, first_layers
+from tests.fake_graphs import RecordingCapturer
 from tests.policies.decoding.scripts import clock
-from tests.recorder import RecordingCapturer
 from tests.tiny_target import ACTIONS, LENGTH, WIDTH, random_prompts, tiny_decoder
 
 FORM = AnswerSpec.action(ActionSpace.in_bins(LENGTH))

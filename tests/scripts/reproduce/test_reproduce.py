@@ -56,7 +56,7 @@ from scripts.reproduce.study import (
 )
 from tests import golden_ecot
 from tests.client.libero.episodes import header, record
-from tests.draft_training.made_up import write_demonstrations
+from tests.demonstrations import write_demonstrations
 from tests.repository import ROOT
 from tests.standins import stand_ins
 from tests.typed import next_command
@@ -322,7 +322,6 @@ def test_a_row_that_has_not_answered_every_frame_is_not_compared(folder):
     assert set(rows_of(folder)) == {"plain", "half right"}
 
 
-@pytest.mark.long(seconds=15)
 def test_times_are_taken_apart_from_what_rows_answer_and_tables_say_how(folder, data):
     """Of one episode; the batch of copies is for its times alone."""
     study = folder / "studies" / "made-up.toml"
@@ -397,7 +396,6 @@ def test_packed_lines_say_the_same_and_go_on_once_they_are_unpacked(folder):
     assert sorted(run.folder.name for run in load_runs(folder / "frames")) == names
 
 
-@pytest.mark.long(seconds=15)
 def test_what_rows_share_of_a_frame_changes_no_line(folder, data, tmp_path):
     """The slow twin: every row by itself, nothing remembered."""
     study = load_study(folder / "studies" / "made-up.toml")
@@ -564,7 +562,6 @@ def played_in(out: Path) -> RunResults:
     return run
 
 
-@pytest.mark.long(seconds=12)
 def test_episodes_may_be_played_from_other_machines(tmp_path):
     flags = ("--environment", "point_world", "--step-limit", "2")
     episodes = Played(WORDS, tmp_path, "point_world", flags, host="127.0.0.2")
@@ -574,7 +571,6 @@ def test_episodes_may_be_played_from_other_machines(tmp_path):
     assert "://127.0.0.2:" in run.header.notes["url"]
 
 
-@pytest.mark.long(seconds=23)
 def test_episodes_in_which_frames_were_recorded_count_among_those_played(tmp_path):
     flags = ("--environment", "point_world", "--step-limit", "2")
     episodes = Played(WORDS, tmp_path, "point_world", flags)
@@ -587,7 +583,6 @@ def test_episodes_in_which_frames_were_recorded_count_among_those_played(tmp_pat
     assert len(played_in(tmp_path).records) == 2
 
 
-@pytest.mark.long(seconds=11)
 def test_workers_are_sought_on_the_ray_that_is_named(tmp_path, capfd, monkeypatch):
     (tmp_path / "ray.py").write_text("raise ImportError")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
@@ -607,7 +602,6 @@ def test_workers_are_sought_on_the_ray_that_is_named(tmp_path, capfd, monkeypatc
 RESULTS = ROOT / "docs" / "results"
 
 
-@pytest.mark.long(seconds=10)
 @pytest.mark.parametrize(
     "page",
     [*sorted(path.parent for path in RESULTS.glob("*/environment.json")), *quoting_pages(RESULTS)],
@@ -667,7 +661,6 @@ def test_a_study_of_times_alone_plays_nothing_to_get_frames(tmp_path, capsys):
     assert "give the frames: --recording DATA" in capsys.readouterr().err
 
 
-@pytest.mark.long(seconds=20)
 def test_a_study_of_times_alone_measures_scripted_drafts_at_any_size(tmp_path, data, capsys):
     out = tmp_path / "out"
     flags = ["--random-weights", "small", "--threads", "1", "--decoding", PLAIN]
