@@ -25,11 +25,12 @@ MADE := $(VENV)/.made
 INSTALLED := $(VENV)/.installed
 LIGHT := $(VENV)/.light-installed
 SIMULATOR := $(VENV)/.simulator-installed
+SITE := $(VENV)/.site-installed
 LIBERO := $(VENV)/.libero-installed
 
 .NOTPARALLEL:
 .PHONY: help install install-libero install-ray check release demo serve eval-libero clean
-.PHONY: test test-all test-client test-server test-docs test-gpu test-quarantine
+.PHONY: docs test test-all test-client test-server test-docs test-gpu test-quarantine
 
 help:
 	@echo "make demo          serve tiny-libero, play LIBERO against it, write a report with videos"
@@ -41,6 +42,7 @@ help:
 	@echo "make eval-libero   deft-client eval SUITE EVAL_FLAGS: the tasks a running server's policy was trained on"
 	@echo "make test-docs     every link and command of the pages; test-gpu: the tests that need a GPU;"
 	@echo "                   test-quarantine: the tests that are known to fail now and then"
+	@echo "make docs          the pages as a site, into site; a dead link fails"
 	@echo "make release       wheels that were tried in clean environments, their parts and checksums, into dist"
 	@echo "make clean         remove caches and build outputs, keep the environment"
 
@@ -73,6 +75,10 @@ test-client test-server: test-%: $(or $(wildcard $(INSTALLED)),$(LIGHT))
 test-docs: $(INSTALLED) $(SIMULATOR)
 	$(BIN)/pytest tests/test_documents.py $(PYTEST_FLAGS)
 
+# Set DOCS_REPOSITORY to the repository's address, and links to code lead there.
+docs: $(INSTALLED) $(SITE)
+	$(BIN)/python -m mkdocs build --strict --clean
+
 test-gpu: $(INSTALLED)
 	$(BIN)/pytest -m gpu $(PYTEST_FLAGS)
 
@@ -95,7 +101,7 @@ release:
 	PYTHON="$(PYTHON)" PIP_FLAGS="$(PIP_FLAGS)" .ci/release
 
 clean:
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 $(MADE):
@@ -107,6 +113,10 @@ $(MADE):
 $(INSTALLED): $(MADE) pyproject.toml client/pyproject.toml requirements/ci.txt
 	@echo "installing into $(VENV); this takes a few minutes, once"
 	$(PIP) $(PINS) --editable "./client[datasets]" --editable ".[$(EXTRAS)]"
+	@touch $@
+
+$(SITE): $(MADE) pyproject.toml requirements/ci.txt
+	$(PIP) $(PINS) --editable "./client" --editable ".[docs]"
 	@touch $@
 
 # Client and server with what their tests need; whatever comes with torch stays out.

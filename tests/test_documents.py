@@ -45,7 +45,7 @@ NOT_RUN = "|".join(  # only parsed
         r"\.venv-(vla-eval|libero-pro)/bin/",
         # Never ends, takes hours in the simulator, measures the machine, or needs weights.
         r"deft (serve|plan|reproduce)|deft train (policy|correct)",
-        r"deft-client (demos|assets|compare|eval libero)",
+        r"deft-client (demos|assets|compare|eval (libero|--plan))",
         r".*openvla-7b",
     )
 )

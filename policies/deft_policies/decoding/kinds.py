@@ -9,6 +9,7 @@ PREVIOUS = "previous"  # the target's own last action
 EXTRAPOLATION = "extrapolation"  # the last actions, continued in a straight line
 NGRAM = "ngram"  # what followed the same tokens earlier in the session
 RECYCLED = "recycled"  # the target's predictions after its last mismatch (Jacobi)
+BLOCK = "block"  # a trained head that drafts a block of tokens in one pass
 MEDUSA = "medusa"  # parallel heads, one per position ahead
 SMALL_MODEL = "small-model"  # a cheaper model of the same actions
 TOKEN_RECYCLING = "token-recycling"  # what the target last predicted after the same tokens
@@ -20,9 +21,23 @@ OUR_KINDS = (
     PREVIOUS,
     EXTRAPOLATION,
     RECYCLED,
+    BLOCK,
     MEDUSA,
     SMALL_MODEL,
 )
+# What each of them guesses, for tables that name plans.
+MEANINGS = {
+    HEAD: "the draft head",
+    PREVIOUS: "the last action",
+    EXTRAPOLATION: "the last actions, continued in a straight line",
+    NGRAM: "what followed the same tokens earlier in the session",
+    RECYCLED: "the model's own predictions behind its last mismatch",
+    MEDUSA: "parallel draft heads",
+    SMALL_MODEL: "a smaller model",
+    TOKEN_RECYCLING: "what the model last predicted behind the same tokens",
+    PREVIOUS_ANSWER: "the whole last answer, lined up with this one",
+    PREVIOUS_NUMBERS: "the numbers of the last answer, moved on and as they were",
+}
 SOURCES = "deft.draft_sources"  # the entry points under which packages bring sources
 
 
@@ -34,6 +49,11 @@ def source_kinds() -> tuple[str, ...]:
     theirs = sorted({one.name for one in entry_points(group=SOURCES)})
     every = (*OUR_KINDS, *from_files("SOURCES"), PREVIOUS_ANSWER, PREVIOUS_NUMBERS, *theirs)
     return tuple(dict.fromkeys(every))
+
+
+def meaning(kind: str) -> str:
+    """What a source guesses, in words; of a package's source, its name."""
+    return MEANINGS.get(kind, f"the source {kind}")
 
 
 def read_kinds(text: str) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from deft_policies.benchmark.transformers_loops import build_llama
 from deft_policies.decoding import sequence
 from deft_policies.families.openvla import OpenVLAFamily
 from deft_policies.families.options import ModelOptions
@@ -24,7 +25,6 @@ from scripts.bench.gpu.asking import LINES, Row
 from scripts.bench.gpu.setting import SIZES, Setting, reserve_of
 from scripts.bench.gpu_run import QUESTIONS, main
 from scripts.bit_equality import find_difference
-from scripts.transformers_baseline import build_llama
 from tests.fake_graphs import RecordingCapturer
 from tests.repository import ROOT
 from tests.scripts.bench.planned_memory import META, PlannedSetting, most_bytes, random_head

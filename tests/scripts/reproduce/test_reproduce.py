@@ -19,14 +19,15 @@ from deft_client.libero.results.store import WEIGHTS, ResultsStore, RunResults, 
 from deft_client.measures.answers import AnswerRecord
 from deft_client.peers.conventions import to_robosuite
 from deft_client.types import ActOptions, StageTimings
+from deft_policies import tiny_libero
 from deft_policies.base import ActRequest
+from deft_policies.benchmark.transformers_loops import QwenLoop
 from deft_policies.decoding.methods import find_method
 from deft_policies.memory import SessionMemory
 from scripts.reproduce.__main__ import main
 from scripts.reproduce.acceptance import chances, measured_chances
 from scripts.reproduce.choices import FILE as CHOICES
 from scripts.reproduce.choices import record_choices
-from scripts.reproduce.full_size import HeadWork, action_ms
 from scripts.reproduce.measures import RowResults, answers_of, cell_of, find_measure
 from scripts.reproduce.page import (
     PAGE,
@@ -45,6 +46,7 @@ from scripts.reproduce.runs import table_of
 from scripts.reproduce.study import (
     FOLDER,
     PLAIN,
+    SUFFIX,
     ReproductionError,
     Row,
     Study,
@@ -52,7 +54,6 @@ from scripts.reproduce.study import (
     load_study,
     study_names,
 )
-from scripts.transformers_baseline import QwenLoop
 from tests import golden_ecot
 from tests.client.libero.episodes import header, record
 from tests.demonstrations import write_demonstrations
@@ -283,6 +284,39 @@ def test_a_page_quotes_tables_and_has_no_measured_number_of_its_own(folder, tmp_
         fill("<!-- from copy#made-up/large -->\nx\n<!-- end -->", tmp_path)
 
 
+def test_a_page_says_once_what_a_column_means(folder, tmp_path):
+    play(tmp_path, PLAIN, "sf", passes=7)
+    play(tmp_path, RELAXED, "ss", passes=2)
+    page = tmp_path / "page.md"
+    blocks = ("copy#legend", "played#runs", "played#runs", "copy#made-up/small")
+    page.write_text("".join(f"<!-- from {one} -->\n<!-- end -->\n" for one in blocks))
+    write(page)
+    legend, first, second, _ = page.read_text().split("<!-- end -->\n")[:4]
+    assert "- 95%: Wilson's interval" in first
+    assert "- 95%" not in second
+    assert second.splitlines()[1:3] == first.splitlines()[1:3]
+    assert "initial states" in second
+    assert "- **equal actions**" in legend
+    assert "- **passes**" not in legend  # the runs say it
+    assert "- **success minus plain's" not in legend  # no table of the page has it
+    assert check(page) == []
+
+
+def test_all_results_and_the_pages_that_quote_them_are_written_and_checked_at_once(
+    folder, tmp_path
+):
+    results = tmp_path / "repository" / "docs" / "results"
+    shutil.copytree(folder, results / "copy")
+    (results / "copy" / PAGE).unlink()
+    pages = [results / "detail.md", results.parent / "results.md", results.parents[1] / "README.md"]
+    for page, where in zip(pages, ("", "results/", "docs/results/"), strict=True):
+        page.write_text(f"<!-- from {where}copy#made-up/small -->\n<!-- end -->\n")
+    assert sorted(quoting_pages(results)) == sorted(pages)
+    write(results)
+    assert all("| relaxed |" in page.read_text() for page in (*pages, results / "copy" / PAGE))
+    assert check(results) == []
+
+
 def test_a_row_that_has_not_answered_every_frame_is_not_compared(folder):
     (folder / "frames" / "within-bins-drafts=previous" / "episodes.jsonl").write_bytes(b"")
     assert set(rows_of(folder)) == {"plain", "half right"}
@@ -312,8 +346,8 @@ def test_times_are_taken_apart_from_what_rows_answer_and_tables_say_how(folder, 
     assert found["plain"].timed.records[0].worked_s > 0
     page = outputs(ResultsFolder(folder))[PAGE]
     assert "Times are of 3 recorded frames of 1 episodes" in page
-    assert "No speed-up here is told of relaxed" in page
-    assert "times of 1 episodes, 5 are needed" in page
+    assert "No speed-up is reported for relaxed" in page
+    assert "times of 1 episode, 5 are needed" in page
     assert cell_of("speedup", found["relaxed"]) == ("–", None)
 
 
@@ -390,7 +424,7 @@ def test_plots_are_svg_with_named_axes_and_a_line_per_measure(recorded):
 
 def test_a_page_says_what_every_column_means(recorded):
     page = (recorded / "page.md").read_text()
-    assert "- **committed length**: tokens that a pass with guesses settles" in page
+    assert "- **committed length**: tokens that a pass with drafts commits" in page
 
 
 def play(folder: Path, method: str, outcomes: str, passes: int) -> None:
@@ -481,31 +515,6 @@ def test_lines_that_name_no_weights_say_so(tmp_path):
         assert "weights not recorded" in table_of(tmp_path / "played", key)
 
 
-def test_full_size_milliseconds_are_those_of_the_limits():
-    """As docs/performance.md computes them: seven passes, and one pass for everything."""
-    assert action_ms((0,) * 7, (0,) * 7, HeadWork()) == pytest.approx(23.8, abs=0.05)
-    assert action_ms((6,), (6,), HeadWork()) == pytest.approx(5.3, abs=0.1)
-
-
-@pytest.mark.parametrize(
-    ("head", "ms"),
-    [
-        (HeadWork(5), 5 * 0.11),  # five of the six tokens that are missing
-        (HeadWork(5, whole_vocabulary=True), 5 * 0.172),
-    ],
-)
-def test_a_head_is_charged_for_what_it_reads(head, ms):
-    drafted = action_ms((0, 5), (0, 5), head) - action_ms((0, 5), (0, 5), HeadWork())
-    assert drafted == pytest.approx(ms, abs=0.01)
-
-
-def test_a_head_of_full_depth_is_charged_for_levels_behind_the_end():
-    guesses, accepted = (0, 5, 5), (0, 4, 0)
-    short = action_ms(guesses, accepted, HeadWork(5))
-    full = action_ms(guesses, accepted, HeadWork(5, is_full_depth=True))
-    assert full - short == pytest.approx(4 * 0.11, abs=0.01)
-
-
 def test_the_command_runs_a_study_over_a_policy_given_by_flags(tmp_path, data, capsys):
     out = tmp_path / "out"
     flags = ["--random-weights", "small", "--threads", "1"]
@@ -519,6 +528,33 @@ def test_the_command_runs_a_study_over_a_policy_given_by_flags(tmp_path, data, c
     assert check(out) == []
     assert main(["nothing", "--out", str(out)]) == 1
     assert "'nothing'; known: comparison" in capsys.readouterr().err
+
+
+def test_a_table_is_printed_for_a_checkpoint_of_ones_own(tmp_path, data, capsys):
+    checkpoint = shutil.copytree(tiny_libero.CHECKPOINT, tmp_path / "mine")
+    arguments = ["spec-vla/table-2", "--no-episodes", "--recording", str(data), "--frames", "3"]
+    flags = ["--checkpoint", str(checkpoint), "--draft-head", str(tiny_libero.HEADS[0])]
+    flags += ["--row", "strict, our loop"]
+    assert main([*arguments, *flags, "--out", str(tmp_path / "out")]) == 0
+    told = capsys.readouterr().out
+    assert "## Table 2: share of passes by accepted length" in told
+    assert "| strict, our loop | " in told
+    assert "| Goal, strict | 50.24% | " in told
+    assert not (tmp_path / "out" / CHOICES).exists()
+
+
+def test_every_table_is_listed_with_what_it_shows(capsys):
+    assert main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["table", "frames", "episodes", "what", "it", "shows"]
+    listed = [line for line in lines[1:] if "/" in line.split(" ")[0]]
+    tables = [
+        f"{name}/{table.key}"
+        for name in study_names()
+        for table in load_study(FOLDER / f"{name}{SUFFIX}").table
+    ]
+    assert [line.split()[0] for line in listed] == tables
+    assert "Spec-VLA: Table 2: share of passes by accepted length" in "".join(listed)
 
 
 def played_in(out: Path) -> RunResults:

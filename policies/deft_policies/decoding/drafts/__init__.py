@@ -12,7 +12,6 @@ from collections.abc import Sequence as Items
 from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING
 
-from deft_policies.decoding.captured import Layout
 from deft_policies.decoding.plugins import load_source, naming
 from deft_policies.decoding.tree import Branches as Branches
 from deft_policies.decoding.tree import Chain as Chain
@@ -22,6 +21,7 @@ from deft_policies.errors import PolicyError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from deft_policies.decoding.captured import Layout
     from deft_policies.decoding.sequence import Sequence
     from deft_policies.decoding.target import Prompt, Target
 
@@ -53,6 +53,10 @@ class ModelSource(DraftSource):
 
     early = False
     reads_prompts = False  # whether it reads the hidden states of prompts
+    # Whether hidden states come with those behind the layers that the target reads (`read_layers`)
+    # in front, side by side.
+    reads_states = False
+    reads_ends = False  # whether it is shown the pass that ends an answer, too
 
     def observe_prompt(self, sequence: Sequence, prompt: Prompt, hidden: Tensor) -> None:
         """Look at the hidden states [position, width] of a prompt."""

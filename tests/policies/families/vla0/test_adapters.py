@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from deft_client.types import Observation
 from deft_policies.base import ActRequest
+from deft_policies.benchmark.transformers_loops import QwenLoop, QwenPolicy, build_qwen
 from deft_policies.decoding.clock import StageClock
 from deft_policies.errors import CheckpointError
 from deft_policies.families.loading import load_policy, open_model
@@ -20,7 +21,6 @@ from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.families.vla0.model import RepetitionPenalty, Vla0
 from deft_policies.model.formats import Precision
-from scripts.transformers_baseline import QwenLoop, QwenPolicy, build_qwen
 from tests.golden_vla0 import GOLDEN, cameras, variant
 
 RANK, ALPHA = 8, 16
