@@ -73,8 +73,11 @@ test-again: $(INSTALLED) $(SIMULATOR)
 	DEFT_DRAWS=$${DEFT_DRAWS:-4} $(BIN)/pytest --last-failed --last-failed-no-failures none -rA $(PYTEST_FLAGS)
 
 # In an environment with everything nothing is installed for these two, in an empty one no torch.
-test-client test-server: test-%: $(or $(wildcard $(INSTALLED)),$(LIGHT))
-	$(PYTEST) tests/$* $(PYTEST_FLAGS)
+test-client: $(or $(wildcard $(INSTALLED)),$(LIGHT))
+	$(PYTEST) tests/client $(PYTEST_FLAGS)
+
+test-server: $(or $(wildcard $(INSTALLED)),$(LIGHT))
+	$(PYTEST) tests/server $(PYTEST_FLAGS)
 
 test-docs: $(INSTALLED) $(SIMULATOR)
 	$(BIN)/pytest tests/test_documents.py $(PYTEST_FLAGS)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.draft_training.made_up import tiny_target, write_demonstrations
 
 from deft_client.types import ActOptions, Observation
 from deft_draft_training.commands import evaluate, export, fit, record
@@ -22,6 +21,8 @@ from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.block_head import BlockHead
+from tests.demonstrations import write_demonstrations
+from tests.draft_training.golden_target import tiny_target
 from tests.golden import TINY_OPENVLA, cases
 from tests.policies.decoding.captures import random_block
 from tests.tiny_target import tiny_decoder
