@@ -35,7 +35,7 @@ from deft_client.wire.fields import (
     record_of,
     whole,
 )
-from deft_client.wire.images import ImageEncoding
+from deft_client.wire.images import JPEG_QUALITY, ImageEncoding
 from deft_client.wire.messages import ActMessage
 from deft_client.wire.msgpack_codec import (
     decode_answer,
@@ -98,7 +98,11 @@ def encode_header(header: EpisodeHeader) -> bytes:
     return SIGNATURE + _record({"kind": "header", **vars(header), "details": dict(header.details)})
 
 
-def encode_step(step: RecordedStep, encoding: ImageEncoding = ImageEncoding.PNG) -> bytes:
+def encode_step(
+    step: RecordedStep,
+    encoding: ImageEncoding = ImageEncoding.PNG,
+    quality: int = JPEG_QUALITY,
+) -> bytes:
     """Return one step as a record. JPEG is smaller and changes the pixels; PNG does not."""
     message = ActMessage(step.observation, step.options)
     return _record(
@@ -106,7 +110,7 @@ def encode_step(step: RecordedStep, encoding: ImageEncoding = ImageEncoding.PNG)
             "kind": "step",
             "index": step.index,
             "at_s": step.at_s,
-            "request": encode_request(message, encoding),
+            "request": encode_request(message, encoding, quality),
             "answer": encode_answer(step.chunk),
         }
     )

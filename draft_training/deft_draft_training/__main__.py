@@ -5,12 +5,12 @@ from deft_client.errors import DeftError
 from deft_draft_training.errors import TrainingError
 from deft_policies.errors import PolicyError
 
-_HEADS = "deft_draft_training.heads."
+_COMMANDS = "deft_draft_training.commands."
 COMMANDS = {
-    "record": Command(_HEADS + "record", "a target's features over the episodes of data sets"),
-    "fit": Command(_HEADS + "fit", "fit a draft head to recorded or live features"),
-    "evaluate": Command(_HEADS + "evaluate", "judge draft heads on held-out episodes"),
-    "export": Command(_HEADS + "export", "write a fitted head as the server loads it"),
+    "record": Command(_COMMANDS + "record", "a target's features over the episodes of data sets"),
+    "fit": Command(_COMMANDS + "fit", "fit a draft head to recorded or live features"),
+    "evaluate": Command(_COMMANDS + "evaluate", "judge draft heads on held-out episodes"),
+    "export": Command(_COMMANDS + "export", "write a fitted head as the server loads it"),
 }
 
 

@@ -184,8 +184,12 @@ def update(
 
 
 def rate_fraction(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Linear warm-up, a plateau, then a linear fall to `final_fraction`."""
-    warm = min(1.0, (step + 1) / max(1, config.warm_up_steps))
+    """Linear warm-up, a plateau, then a linear fall to `final_fraction`.
+
+    A run that would end while it warms up warms up for a tenth of its steps.
+    """
+    warm_up_steps = config.warm_up_steps if steps > config.warm_up_steps else steps // 10
+    warm = min(1.0, (step + 1) / max(1, warm_up_steps))
     start = config.decay_from * steps
     if step <= start or math.isclose(start, steps):
         return warm

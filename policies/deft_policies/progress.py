@@ -1,9 +1,21 @@
-"""What a policy is doing while it is loaded, for whoever waits. A process loads one at a time."""
+"""What a policy is doing while it is loaded, for whoever waits. A process loads one at a time.
 
+Commands that take long show it, too, and count what they have done.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Event, Thread
 from time import monotonic
+from typing import TypeVar
 
+from tqdm import tqdm
+
+Item = TypeVar("Item")
 _LEAST_SHARE = 0.05  # before this nobody can say how long the rest takes
+_LINE_EVERY_S = 10.0  # of a command, where there is no terminal to redraw a line on
 
 
 @dataclass(frozen=True)
@@ -34,3 +46,56 @@ def describe_progress() -> str:
         return text
     spent_s = monotonic() - step.since_s
     return f"{text}, about {spent_s * (1 - step.share) / step.share:.0f} s left"
+
+
+@contextmanager
+def shown(every_s: float = _LINE_EVERY_S, written: Event | None = None) -> Iterator[None]:
+    """Write what is done just now to standard error, now and then, while a block runs.
+
+    `written` is set when a line is.
+    """
+    ended, written = Event(), written or Event()
+
+    def show() -> None:
+        while not ended.wait(every_s):
+            if text := describe_progress():
+                _say(text)
+                written.set()
+
+    thread = Thread(target=show, name="deft-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        doing("")
+        ended.set()
+        thread.join()
+
+
+def counted(
+    items: Iterable[Item], total: int, name: str, unit: str, done: int = 0
+) -> Iterator[Item]:
+    """Yield items, and show how many are done and how long the others will take.
+
+    On a terminal one line is redrawn; elsewhere a line is written now and then. `done` of the
+    `total` were there before.
+    """
+    if sys.stderr.isatty():
+        yield from tqdm(
+            items, desc=name, total=total, unit=unit, initial=done, leave=False, file=sys.stderr
+        )
+        return
+    started_s = next_s = monotonic()
+    for number, item in enumerate(items):
+        yield item
+        now_s = monotonic()
+        if now_s < next_s + _LINE_EVERY_S:
+            continue
+        next_s, left = now_s, total - done - number - 1
+        left_s = (now_s - started_s) / (number + 1) * left
+        _say(f"{name}: {done + number + 1} of {total} {unit}s, about {left_s:.0f} s left")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

@@ -7,7 +7,7 @@ python -m scripts.bench decoding --scripted-drafts 0.5,0.9
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
 
-from deft_policies.benchmark.command import Others, bench, build_parser
+from deft_policies.benchmark.command import bench, build_parser
 from deft_policies.benchmark.replay import Contender, ReplayFrame
 from deft_policies.decoding.methods import AUTOREGRESSIVE
 from deft_policies.families.policy import VlaPolicy
@@ -47,8 +47,10 @@ def _shares(given: str) -> tuple[float, ...]:
     return shares
 
 
-def find_others(given: Namespace, policy: VlaPolicy, frames: Sequence[ReplayFrame]) -> Others:
-    """Whom the flags add."""
+def find_others(
+    given: Namespace, policy: VlaPolicy, frames: Sequence[ReplayFrame]
+) -> tuple[list[Contender], str]:
+    """Whom the flags add, and the name of the baseline."""
     contenders: list[Contender] = []
     if given.against is not None:
         contenders += [Contender(one.name, one) for one in baselines_of(policy)]

@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 
+from deft_draft_training.commands.target import parse_target
 from deft_draft_training.errors import ConfigError, DataError, StorageError
 from deft_draft_training.heads.evaluate import _setup
 from deft_draft_training.heads.loss import HeadLossConfig, head_losses
@@ -19,7 +20,7 @@ from deft_draft_training.heads.record import (
     record,
 )
 from deft_draft_training.heads.samples import EpisodeSource, collate
-from deft_draft_training.heads.target import load_target, parse_target
+from deft_draft_training.heads.target import load_target
 from deft_policies.decoding.plan import KeyMask, RopeOffset
 from deft_policies.model.draft_heads import EagleHead, head_sizes
 from tests.draft_training.made_up import tiny_target, write_demonstrations

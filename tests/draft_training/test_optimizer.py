@@ -71,6 +71,13 @@ def test_the_rate_warms_up_stays_and_falls_to_its_final_fraction():
     assert rate_fraction(config, 60, 100) > rate_fraction(config, 90, 100)
 
 
+def test_a_run_that_would_end_while_it_warms_up_warms_up_for_a_tenth_of_it() -> None:
+    config = OptimizerConfig(warm_up_steps=2000, decay_from=1.0)
+    assert rate_fraction(config, 0, 60) == 1 / 6
+    assert rate_fraction(config, 6, 60) == 1.0
+    assert rate_fraction(config, 999, 20_000) == 0.5  # of a whole run as ever
+
+
 def test_an_average_follows_the_weights_and_survives_a_restart():
     module = nn.Linear(3, 3)
     average = WeightAverage(module, 0.9)

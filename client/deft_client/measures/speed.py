@@ -51,7 +51,8 @@ def speed_up(
     ]
     counted = np.array(sums, dtype=np.float64)
     if len(counted) < LEAST_EPISODES:
-        doubts = (f"times of {len(counted)} episodes, {LEAST_EPISODES} are needed", *doubts)
+        episodes = "1 episode" if len(counted) == 1 else f"{len(counted)} episodes"
+        doubts = (f"times of {episodes}, {LEAST_EPISODES} are needed", *doubts)
     return SpeedUp(
         times=float(_times(counted.sum(axis=0)[None])[0]),
         interval=bootstrap_interval(counted, _times),

@@ -4,8 +4,10 @@ Every held-out action is decoded in session order, once per source and radius, s
 draft from the session's history see what they would see on a robot.
 """
 
+import hashlib
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -16,16 +18,17 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from deft_client.commands.program import CommandParser
-from deft_client.datasets.flags import add_camera_flag, read_cameras
+from deft_client.datasets.flags import read_cameras
+from deft_client.errors import WireError
 from deft_client.measures.answers import AnswerRecord
 from deft_client.measures.speculation import speculation_of
 from deft_client.types import ActionChunk, DecodeTrace, Observation
+from deft_client.wire.fields import SENTENCE, Kind, ReadContext, record_of
 from deft_draft_training.errors import DataError
 from deft_draft_training.heads.export import load_any_head
 from deft_draft_training.heads.samples import EpisodeSource
-from deft_draft_training.heads.target import FeatureTarget, load_target, parse_target
-from deft_draft_training.run_directory import SPLIT_FILE, read_config
+from deft_draft_training.heads.target import FeatureTarget, load_target
+from deft_draft_training.run_directory import SPLIT_FILE, explained, read_config
 from deft_policies.commands.parse import target_flags
 from deft_policies.decoding import kinds
 from deft_policies.decoding.clock import StageClock
@@ -37,6 +40,7 @@ from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.memory import SessionMemory
 from deft_policies.model.draft_heads import MedusaHeads
+from deft_policies.progress import counted, shown
 
 
 @dataclass(frozen=True)
@@ -66,38 +70,45 @@ class DraftScore:
     accepted_by_position: tuple[float, ...]  # share of actions whose token there was drafted
 
 
+_SCORE: Kind[DraftScore] = record_of(DraftScore, {"source": SENTENCE})
+
+
 def evaluate(
     policy: VlaPolicy,
     held_out: Sequence[Sequence[Observation]],
     sources: Sequence[DraftSetup],
     radii: Sequence[int],
+    about: str = "",
 ) -> Iterator[DraftScore]:
-    """Score every source at every radius on the same episodes, one at a time."""
-    total = len(radii) * len(sources) * sum(map(len, held_out))
-    with tqdm(total=total, unit="action", file=sys.stderr, leave=False) as bar:
-        for radius, setup in product(radii, sources):
-            bar.set_description(f"{setup.name} r {radius}")
-            method = find_method("within-bins").with_radius(radius).with_drafts(setup.drafts)
-            if setup.shape is not None:
-                method = method.with_shape(setup.shape)
-            engine = Engine(policy.token_model.target, setup.models)
-            answers: list[AnswerRecord] = []
-            for episode in held_out:
-                for trace in _decode(policy, engine, method, episode):
-                    answers.append(AnswerRecord.of(ActionChunk(_NO_ACTION, trace=trace), 0, 0))
-                    bar.update()
-            bar.clear()  # for what the caller prints
-            found = speculation_of(answers)
-            assert found is not None
-            yield DraftScore(
-                source=setup.name,
-                radius=radius,
-                num_actions=len(answers),
-                committed_length=found.committed_length,
-                passes=found.passes_per_action,
-                relaxed_share=found.relaxed_share,
-                accepted_by_position=found.drafted_by_token,
-            )
+    """Score every source at every radius on the same episodes, one at a time.
+
+    `about` names the row where progress is shown.
+    """
+    total = sum(map(len, held_out))
+    for radius, setup in product(radii, sources):
+        method = find_method("within-bins").with_radius(radius).with_drafts(setup.drafts)
+        if setup.shape is not None:
+            method = method.with_shape(setup.shape)
+        engine = Engine(policy.token_model.target, setup.models)
+        traces = (
+            trace for episode in held_out for trace in _decode(policy, engine, method, episode)
+        )
+        name = about or f"{setup.name} r={radius}"
+        answers = [
+            AnswerRecord.of(ActionChunk(_NO_ACTION, trace=trace), 0, 0)
+            for trace in counted(traces, total, name, "action")
+        ]
+        found = speculation_of(answers)
+        assert found is not None
+        yield DraftScore(
+            source=setup.name,
+            radius=radius,
+            num_actions=len(answers),
+            committed_length=found.committed_length,
+            passes=found.passes_per_action,
+            relaxed_share=found.relaxed_share,
+            accepted_by_position=found.drafted_by_token,
+        )
 
 
 def held_out_frames(
@@ -132,40 +143,86 @@ def _decode(
         yield row.trace
 
 
-def main(arguments: list[str]) -> int:
-    """Print a table, and write JSON lines where asked to."""
-    parser = CommandParser(prog="deft train evaluate", description=__doc__)
-    parser.add_argument("sources", nargs="+", type=Path, help="data sets (docs/datasets.md)")
-    add_camera_flag(parser)
-    parser.add_argument("--head", type=Path, action="append", default=[], metavar="DIR")
-    parser.add_argument(
-        "--radii", default="0,5,9", help="such as 0,5,9 or 0-15, in this order (default 0,5,9)"
-    )
-    parser.add_argument("--episodes", help="numbers of held-out episodes (default: all given)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write JSON lines")
-    given = parse_target(parser, arguments)
-    target = load_target(given)
+def run(given: Namespace) -> int:
+    """Print a table row by row, and add each to the JSON lines where asked to."""
+    with shown():
+        target = load_target(given)
     setups = [
         *(_setup(directory, target, given.draft_tree) for directory in given.head),
         DraftSetup("previous", (kinds.PREVIOUS,)),
         DraftSetup("extrapolation", (kinds.EXTRAPOLATION,)),
     ]
-    chosen = frozenset(_numbers(given.episodes)) if given.episodes else None
+    chosen = frozenset(given.episodes) if given.episodes else None
     for directory in given.head:
         sys.stderr.write(_warning(directory, chosen))
-    scores = []
+    source = EpisodeSource(tuple(given.sources), 1, read_cameras(given))
+    held_out: Sequence[Sequence[Observation]] = held_out_frames(source, chosen)
+    if given.frames is not None:
+        held_out = _first_of_each(held_out, given.frames)
+    asked = _digest(given, target, held_out)
+    known = {} if given.json is None else read_scores(given.json, asked)
     sys.stdout.write(_ROW.format("source", "r", "length", "passes", "relaxed", "drafted at 1..7"))
-    held_out = held_out_frames(EpisodeSource(tuple(given.sources), 1, read_cameras(given)), chosen)
-    for score in evaluate(target.policy, held_out, setups, _numbers(given.radii)):
-        scores.append(score)
+    rows = [(radius, setup) for radius in given.radii for setup in setups]
+    for number, (radius, setup) in enumerate(rows, 1):
+        score = known.get((setup.name, radius))
+        if score is None:
+            about = f"row {number} of {len(rows)}, {setup.name} r={radius}"
+            (score,) = evaluate(target.policy, held_out, [setup], [radius], about)
+            if given.json is not None:
+                append_score(given.json, asked, score)
         sys.stdout.write(_describe(score))
         sys.stdout.flush()
-    if given.json is not None:
-        given.json.write_text("".join(json.dumps(asdict(one)) + "\n" for one in scores))
     if given.head:
-        run = quote(str(given.head[0]))
-        sys.stdout.write(f"next: deft train export {run} --out my-head {target_flags(given)}\n")
+        first = quote(str(given.head[0]))
+        sys.stdout.write(f"next: deft train export {first} --out my-head {target_flags(given)}\n")
     return 0
+
+
+def read_scores(path: Path, asked: str) -> dict[tuple[str, int], DraftScore]:
+    """Rows that an earlier sitting wrote, by source and radius; of something else, `DataError`."""
+    if not path.exists():
+        return {}
+    try:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        made_of = {line.pop("of") for line in lines}
+        scores = [_SCORE.read(line, "", ReadContext()) for line in lines]
+    except (ValueError, KeyError, AttributeError, TypeError, WireError) as error:
+        raise DataError(f"{path} holds no rows of `deft train evaluate`: {error}") from error
+    if made_of - {asked}:
+        raise DataError(
+            f"{path} has rows of other frames, heads or weights; choose another file, or remove it"
+        )
+    return {(one.source, one.radius): one for one in scores}
+
+
+def append_score(path: Path, asked: str, score: DraftScore) -> None:
+    """Add a row as soon as it is there."""
+    with explained(path), path.open("a") as file:
+        file.write(json.dumps({"of": asked, **asdict(score)}) + "\n")
+
+
+def _first_of_each(
+    episodes: Sequence[Sequence[Observation]], limit: int
+) -> list[Sequence[Observation]]:
+    """The first frames of every episode, as many of each as there is room for."""
+    each = max(1, limit // len(episodes))
+    return [one[:each] for one in episodes[:limit]]
+
+
+def _digest(
+    given: Namespace, target: FeatureTarget, held_out: Sequence[Sequence[Observation]]
+) -> str:
+    """Of what a row depends on beside its source and radius."""
+    digest = hashlib.sha256(target.fingerprint().encode())
+    digest.update(repr((given.draft_tree, given.rope_offset, given.key_mask)).encode())
+    for directory in given.head:
+        for path in sorted(one for one in directory.iterdir() if one.is_file()):
+            digest.update(f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}".encode())
+    for episode in held_out:
+        for seen in episode:
+            digest.update(seen.instruction.encode())
+            digest.update(np.ascontiguousarray(seen.image).tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _setup(directory: Path, target: FeatureTarget, shape: TreeShape | None) -> DraftSetup:
@@ -197,12 +254,3 @@ def _describe(score: DraftScore) -> str:
     shares = " ".join(f"{share:.2f}" for share in score.accepted_by_position)
     numbers = (score.committed_length, score.passes, score.relaxed_share)
     return _ROW.format(score.source, score.radius, *(f"{one:.2f}" for one in numbers), shares)
-
-
-def _numbers(text: str) -> Sequence[int]:
-    """`0,3-5` to 0, 3, 4, 5."""
-    found: list[int] = []
-    for part in text.split(","):
-        low, _, high = part.partition("-")
-        found.extend(range(int(low), int(high or low) + 1))
-    return found

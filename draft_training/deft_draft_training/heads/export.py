@@ -1,18 +1,18 @@
 """Writes a fitted head as the server loads it, reads it back and compares before it is there."""
 
 import sys
+from argparse import Namespace
 from pathlib import Path
 from shlex import quote
 
 import torch
 from torch import Tensor
 
-from deft_client.commands.program import CommandParser
 from deft_client.files import creating
 from deft_draft_training.config import build_config
 from deft_draft_training.errors import DataError, TrainingError
 from deft_draft_training.heads.fit import HeadFitConfig, build_head
-from deft_draft_training.heads.target import FeatureTarget, load_target, parse_target
+from deft_draft_training.heads.target import FeatureTarget, load_target
 from deft_draft_training.run_directory import (
     CONFIG_FILE,
     STATE_FILE,
@@ -31,6 +31,7 @@ from deft_policies.checkpoint.drafts import (
 from deft_policies.commands.parse import target_flags
 from deft_policies.errors import PolicyError
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads
+from deft_policies.progress import shown
 
 
 def load_fitted(run: Path, target: FeatureTarget) -> EagleHead | MedusaHeads:
@@ -92,15 +93,11 @@ def _compare(head: EagleHead | MedusaHeads, directory: Path, layout: HeadLayout)
             raise TrainingError(f"{directory}: {name} reads back differently; disk trouble?")
 
 
-def main(arguments: list[str]) -> int:
+def run(given: Namespace) -> int:
     """Write the head, read it back, compare."""
-    parser = CommandParser(prog="deft train export", description=__doc__)
-    parser.add_argument("run", type=Path, help="run directory of `deft train fit`")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new directory")
-    parser.add_argument("--layout", choices=["safetensors", "published"], default="safetensors")
-    parser.add_argument("--float32", action="store_true", help="instead of bfloat16")
-    given = parse_target(parser, arguments)
-    head = load_fitted(given.run, load_target(given))
+    with shown():
+        target = load_target(given)
+    head = load_fitted(given.run, target)
     dtype = torch.float32 if given.float32 else torch.bfloat16
     export_head(head, given.out, dtype, HeadLayout[given.layout.upper()])
     size = sum(path.stat().st_size for path in given.out.iterdir())

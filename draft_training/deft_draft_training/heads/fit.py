@@ -9,6 +9,7 @@ import pickle
 import sys
 import tempfile
 import weakref
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -20,22 +21,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from deft_client.commands.program import CommandParser
-from deft_client.datasets.flags import add_camera_flag, read_cameras
+from deft_client.datasets.flags import read_cameras
+from deft_draft_training.commands.fit import EPOCHS, PUBLISHED_STEPS
 from deft_draft_training.config import load_config, plain
 from deft_draft_training.errors import DataError
 from deft_draft_training.heads.loss import HeadLossConfig, head_losses, medusa_losses
 from deft_draft_training.heads.record import iterate_shards
 from deft_draft_training.heads.samples import EpisodeSource, HeadBatch, HeadSample, collate
-from deft_draft_training.heads.target import FeatureTarget, load_target, parse_target
+from deft_draft_training.heads.target import FeatureTarget, load_target
 from deft_draft_training.optimizer import computing_in
 from deft_draft_training.run_directory import RunDirectory, explained
 from deft_draft_training.trainer import FitConfig, Trainer, Workers, chosen_at
 from deft_policies.commands.parse import target_flags
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads, head_sizes
-
-PUBLISHED_STEPS = 20_000
-EPOCHS = 100
+from deft_policies.progress import shown
 
 
 class HeadKind(Enum):
@@ -204,32 +203,12 @@ def build_head(config: HeadFitConfig, target: FeatureTarget) -> EagleHead | Medu
     return EagleHead(sizes)
 
 
-def main(arguments: list[str]) -> int:
+def run(given: Namespace) -> int:
     """Train, or go on training, in a run directory."""
-    parser = CommandParser(prog="deft train fit", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="run directory")
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--features", type=Path, metavar="DIR", help="what `record` wrote")
-    source.add_argument(
-        "--live", type=Path, nargs="+", metavar="DATA", help="data sets; features on the fly"
-    )
-    parser.add_argument("--stride", type=int, default=1, help="with --live: every how many steps")
-    add_camera_flag(parser)
-    parser.add_argument("--config", type=Path, metavar="TOML", help="default: the published run")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
-        help=f"such as steps=N (default: {EPOCHS} epochs, at most {PUBLISHED_STEPS} steps)",
-    )  # fmt: skip
-    parser.add_argument("--tensorboard", action="store_true", help="show losses there, too")
-    given = parse_target(parser, arguments)
     config = load_config(HeadFitConfig, given.config, given.overrides)
-    if 0 < config.steps <= config.optimizer.warm_up_steps:
-        sys.stderr.write(
-            f"deft train fit: {config.steps} steps end before the {config.optimizer.warm_up_steps} "
-            "of warming up do; --set optimizer.warm_up_steps=N\n"
-        )
     with Workers.from_torchrun() as workers:  # first: it says which GPU is this process's
-        target = load_target(given)
+        with shown():
+            target = load_target(given)
         store: SampleStore
         if given.features is not None:
             store = RecordedSamples(given.features, target.fingerprint())

@@ -9,6 +9,7 @@ import hashlib
 import json
 import shutil
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -21,69 +22,17 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from tqdm import tqdm
 
-from deft_client.commands.program import CommandParser
-from deft_client.datasets.flags import add_camera_flag, read_cameras
-from deft_client.errors import WireError
+from deft_client.datasets.flags import read_cameras
 from deft_client.files import write_atomically
-from deft_client.wire.fields import SENTENCE, ReadContext, list_of, record_of
 from deft_draft_training.errors import ConfigError, DataError
+from deft_draft_training.heads.index import INDEX, ShardEntry, ShardIndex, read_index
 from deft_draft_training.heads.samples import EpisodeSource, HeadSample
-from deft_draft_training.heads.target import FeatureTarget, load_target, parse_target
+from deft_draft_training.heads.target import FeatureTarget, load_target
 from deft_draft_training.run_directory import explained
 from deft_policies.commands.parse import target_flags
+from deft_policies.progress import shown
 
-INDEX = "index.json"
-_FORMAT = 1
 _READ_BYTES = 1 << 22
-
-
-@dataclass(frozen=True)
-class ShardEntry:
-    """One file of the index."""
-
-    name: str
-    sha256: str
-    num_samples: int
-    last_observation: int  # number of the last observation it covers, for resuming
-
-
-@dataclass(frozen=True)
-class ShardIndex:
-    """What a folder of shards holds. `fingerprint` tells the target the features came from."""
-
-    fingerprint: str
-    width: int
-    dtype: str
-    sources: tuple[str, ...]
-    shards: tuple[ShardEntry, ...] = ()
-    format: int = _FORMAT
-
-    @property
-    def num_samples(self) -> int:
-        """Samples in all shards."""
-        return sum(one.num_samples for one in self.shards)
-
-    @property
-    def next_observation(self) -> int:
-        """Where recording goes on."""
-        return self.shards[-1].last_observation + 1 if self.shards else 0
-
-
-_INDEX = record_of(ShardIndex, {"sources": list_of(SENTENCE)})
-
-
-def read_index(folder: Path) -> ShardIndex:
-    """Read a folder's index, or raise `DataError`."""
-    path = folder / INDEX
-    try:
-        index = _INDEX.read(json.loads(path.read_text()), "", ReadContext())
-    except FileNotFoundError:
-        raise DataError(f"{path} is missing; run `deft train record` into {folder}") from None
-    except (OSError, ValueError, WireError) as error:
-        raise DataError(f"{path} is not an index of feature shards: {error}") from error
-    if index.format != _FORMAT:
-        raise DataError(f"{path} is of format {index.format}, this version reads {_FORMAT}")
-    return index
 
 
 class ShardWriter:
@@ -262,22 +211,15 @@ def _bytes(samples: Sequence[HeadSample]) -> int:
 _MEGABYTE = 1e6
 
 
-def main(arguments: list[str]) -> int:
+def run(given: Namespace) -> int:
     """Say how large it will be, then record what is not there yet."""
-    parser = CommandParser(prog="deft train record", description=__doc__)
-    parser.add_argument("sources", nargs="+", type=Path, help="data sets (docs/datasets.md)")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of shards")
-    parser.add_argument("--stride", type=int, default=1, help="every how many steps (default 1)")
-    add_camera_flag(parser)
-    parser.add_argument("--batch-size", type=int, default=8, help="frames at a time (default 8)")
-    parser.add_argument("--float32", action="store_true", help="twice the size of bfloat16")
-    given = parse_target(parser, arguments)
     config = RecordConfig(
         EpisodeSource(tuple(given.sources), given.stride, read_cameras(given)),
         given.batch_size,
         dtype=torch.float32 if given.float32 else torch.bfloat16,
     )
-    target = load_target(given)
+    with shown():
+        target = load_target(given)
     num_observations, sample_bytes = estimate(target, config)
     needed = num_observations * sample_bytes
     sys.stderr.write(f"{num_observations} actions, {needed / _MEGABYTE:,.1f} MB in {given.out}\n")

@@ -13,7 +13,6 @@ from deft_draft_training.errors import ConfigError
 from deft_draft_training.heads.samples import HeadSample
 from deft_policies import catalog
 from deft_policies.base import ActRequest
-from deft_policies.commands.parse import parse_command
 from deft_policies.errors import PolicyError
 from deft_policies.families.loading import load_policy
 from deft_policies.families.openvla import OpenVLA
@@ -106,14 +105,6 @@ class FeatureTarget:
         hidden = model.decoder(model.compose(patches, padded.to(patches.device)))
         lengths = [patches.shape[1] + len(one) for one in ids]
         return [hidden[row, :length] for row, length in enumerate(lengths)]
-
-
-def parse_target(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
-    """Parse a command line whose target is named by the same flags as the server's policy."""
-    try:
-        return parse_command(parser, arguments).namespace
-    except PolicyError as error:
-        raise ConfigError(str(error)) from error
 
 
 def load_target(given: argparse.Namespace) -> FeatureTarget:

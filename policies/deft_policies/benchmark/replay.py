@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from deft_client.datasets.formats import read_dataset
 from deft_client.types import ActionChunk, ActOptions, Image, Observation
@@ -19,6 +18,7 @@ from deft_policies.base import ActRequest, Policy
 from deft_policies.commands.act import observe, read_cases
 from deft_policies.errors import PolicyError
 from deft_policies.memory import SessionMemory
+from deft_policies.progress import counted
 
 _INSTRUCTIONS = (
     "pick up the black bowl between the plate and the ramekin and place it on the plate",
@@ -141,16 +141,25 @@ def replay(
     """Answer every frame with every contender, taking turns frame by frame.
 
     Taking turns spreads what else happens on the machine evenly. The first frames are answered
-    `num_warm_ups` times beforehand, in sessions of their own, and not counted.
+    `num_warm_ups` times beforehand, in sessions of their own, and not counted. Interrupted, it
+    returns the answers of the frames that every contender has answered, if there are any.
     """
     for contender in contenders:
         warm = Replay(contender)
         for frame in (list(frames) * num_warm_ups)[:num_warm_ups]:
             _answer(warm, frame)
     runs = [Replay(contender) for contender in contenders]
-    for frame in tqdm(frames, unit="frame", disable=None):  # shown on a terminal alone
+    name = ", ".join(one.name for one in contenders)
+    try:
+        for frame in counted(frames, len(frames), name, "frame"):
+            for run in runs:
+                run.answers.append(_answer(run, frame))
+    except KeyboardInterrupt:
+        done = min(len(run.answers) for run in runs)
+        if not done:
+            raise
         for run in runs:
-            run.answers.append(_answer(run, frame))
+            del run.answers[done:]
     return runs
 
 

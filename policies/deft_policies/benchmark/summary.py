@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
@@ -12,9 +12,11 @@ from deft_client.measures.answers import AnswerRecord
 from deft_client.measures.speculation import Speculation, speculation_of
 from deft_client.measures.speed import SpeedUp, core_doubts, speed_up
 from deft_client.measures.statistics import Percentiles, percentiles
-from deft_client.types import DecodeTrace
-from deft_policies.benchmark.replay import Replay, ReplayFrame
+from deft_client.types import ActOptions, DecodeTrace
+from deft_policies.benchmark.replay import Contender, Replay, ReplayFrame
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
+from deft_policies.decoding.plan import NUMBER_PLANS, OUR_PLANS, PLAIN, TEXT_PLANS, Plan
+from deft_policies.families.policy import VlaPolicy
 
 # Stage names as users know them, and their fields.
 STAGES = (
@@ -72,7 +74,9 @@ class Decoding:
     max_bins: int
     mean_mm: float
     mean_deg: float
-    rule: str = ""  # with its numbers, and the plans that were used; empty where nothing drafts
+    rule: str = ""  # with its numbers; empty where nothing drafts
+    plans: dict[str, int] = field(default_factory=dict)  # answers by the plan that drafted them
+    plan_meanings: dict[str, str] = field(default_factory=dict)
 
 
 def summarise_speed(run: Replay, frames: Sequence[ReplayFrame] = ()) -> Speed:
@@ -112,6 +116,8 @@ def summarise_decoding(run: Replay, plain: Replay, spaces: Sequence[ActionSpace]
     acting = [one for one in acting if len(one[0]) == len(one[1]) == one[2].length]
     bins, moved = [np.abs(own - other) for own, other, _ in acting], [one[2] for one in acting]
     own_traces = [own for own, _, _ in pairs]
+    known = _plans_of(run.contender)
+    plans = dict(Counter(trace.plan for trace in own_traces if trace.plan).most_common())
     return Decoding(
         name=run.contender.name,
         speculation=speculation_of([AnswerRecord.of(one.chunk, 0, 0) for one in run.answers]),
@@ -121,16 +127,20 @@ def summarise_decoding(run: Replay, plain: Replay, spaces: Sequence[ActionSpace]
         max_bins=max((int(one.max()) for one in bins), default=0),
         mean_mm=_mean_distance(bins, moved, DimensionGroup.MOVE),
         mean_deg=_mean_distance(bins, moved, DimensionGroup.TURN),
-        rule=_rule_of(own_traces),
+        rule=own_traces[0].rule if own_traces else "",
+        plans=plans,
+        plan_meanings={name: known[name].meaning for name in plans if name in known},
     )
 
 
-def _rule_of(traces: Sequence[DecodeTrace]) -> str:
-    """How drafts were judged, and which plans made them how often."""
-    if not traces or not traces[0].rule:
-        return ""
-    plans = Counter(trace.plan for trace in traces)
-    return f"{traces[0].rule}; plans: " + ", ".join(f"{one} {num}x" for one, num in plans.items())
+def _plans_of(contender: Contender) -> dict[str, Plan]:
+    """The plans that a contender's answers may be drafted by, by name."""
+    policy = contender.policy
+    if contender.decoding is None or not isinstance(policy, VlaPolicy):
+        return {}
+    method = policy.method_for(ActOptions(decoding=contender.decoding, radius=contender.radius))
+    every = (*OUR_PLANS, *TEXT_PLANS, *NUMBER_PLANS, PLAIN, *method.plans)
+    return {plan.name: plan for plan in every}
 
 
 def _action_of(trace: DecodeTrace, space: ActionSpace) -> NDArray[np.int64]:

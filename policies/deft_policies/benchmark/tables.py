@@ -45,6 +45,13 @@ class Report:
     rates: DeviceRates | None = None
     audit: AuditReport | None = None
     equality: tuple[EqualityCheck, ...] = ()
+    frames: str = ""  # where they come from, in a sentence
+    num_asked: int = 0  # frames that were to be answered; more than were where it was interrupted
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether it has fewer frames than it was to have."""
+        return self.num_asked > max((one.num_answers for one in self.speeds), default=0)
 
     @property
     def has_faults(self) -> bool:
@@ -55,7 +62,9 @@ class Report:
     def render(self, has_stages: bool = False) -> str:
         """Tables and verdicts, as text that is also Markdown."""
         parts = [
+            self._frames(),
             first_table(self),
+            plans_used(self.decodings),
             batch_table(self.speeds, AUTOREGRESSIVE),
             *(self._details() if has_stages else ()),
             "Of: " + "; ".join(f"{name} {value}" for name, value in self.details.items()),
@@ -64,6 +73,13 @@ class Report:
             parts.append(describe(self.audit))
         parts += [describe_equality(check) for check in self.equality]
         return "\n\n".join(part.rstrip() for part in parts if part)
+
+    def _frames(self) -> str:
+        """What was answered, before any number of it."""
+        if not self.is_interrupted:
+            return self.frames
+        done = max(one.num_answers for one in self.speeds)
+        return f"{self.frames}\nInterrupted: {done} of {self.num_asked} frames.".strip()
 
     def _details(self) -> list[str]:
         """Stages beside the device's limits, and lengths by position."""
@@ -123,9 +139,11 @@ def _actions_per_s(one: BenchRow) -> str:
 
 
 def _times(one: BenchRow) -> str:
-    """`1.31 (1.20 to 1.42)`."""
-    if one.faster is None or one.faster.doubts:
+    """`1.31 (1.20 to 1.42)`, or `1.31 ?` where that does not hold beyond these frames."""
+    if one.faster is None:
         return NOTHING
+    if one.faster.doubts:
+        return f"{one.faster.times:.2f} ?"
     return f"{one.faster.times:.2f} ({one.faster.interval:.2f})"
 
 
@@ -188,12 +206,26 @@ def first_table(report: Report) -> str:
         for speed, decoding in zip_longest(report.speeds, report.decodings)
     ]
     doubts = dict.fromkeys(doubt for one in rows if one.faster for doubt in one.faster.doubts)
-    notes = [f"No speed-up can be given: {'; '.join(doubts)}."] if doubts else []
+    notes = []
+    if doubts:
+        notes.append(f"?: of these frames alone, and no speed-up to quote: {'; '.join(doubts)}.")
     for one in report.decodings:
         if one.rule and not (one.speculation and any(one.speculation.drafted_by_token)):
             notes.append(f"{one.name}: nothing was drafted in any pass")
     table = column_table(_columns(report.baseline), rows, aligned=True)
     return "\n".join([table, *notes])
+
+
+def plans_used(found: Sequence[Decoding]) -> str:
+    """Which plans made a method's drafts, how often, and what each of them is."""
+    lines, meanings = [], dict[str, str]()
+    for one in found:
+        total = sum(one.plans.values())
+        shares = ", ".join(f"{name} {num / total:.0%}" for name, num in one.plans.items())
+        if one.plan_meanings and one.rule:
+            lines.append(f"{one.name} drafted by: {shares}")
+            meanings |= one.plan_meanings
+    return "\n".join([*lines, *(f"- {name} = {text}" for name, text in meanings.items())])
 
 
 def render(rows: Sequence[Mapping[str, str]]) -> str:

@@ -23,6 +23,19 @@ OUR_KINDS = (
     MEDUSA,
     SMALL_MODEL,
 )
+# What each of them guesses, for tables that name plans.
+MEANINGS = {
+    HEAD: "the draft head",
+    PREVIOUS: "the last action",
+    EXTRAPOLATION: "the last actions, continued in a straight line",
+    NGRAM: "what followed the same tokens earlier in the session",
+    RECYCLED: "the model's own predictions behind its last mismatch",
+    MEDUSA: "parallel draft heads",
+    SMALL_MODEL: "a smaller model",
+    TOKEN_RECYCLING: "what the model last predicted behind the same tokens",
+    PREVIOUS_ANSWER: "the whole last answer, lined up with this one",
+    PREVIOUS_NUMBERS: "the numbers of the last answer, moved on and as they were",
+}
 SOURCES = "deft.draft_sources"  # the entry points under which packages bring sources
 
 
@@ -34,6 +47,11 @@ def source_kinds() -> tuple[str, ...]:
     theirs = sorted({one.name for one in entry_points(group=SOURCES)})
     every = (*OUR_KINDS, *from_files("SOURCES"), PREVIOUS_ANSWER, PREVIOUS_NUMBERS, *theirs)
     return tuple(dict.fromkeys(every))
+
+
+def meaning(kind: str) -> str:
+    """What a source guesses, in words; of a package's source, its name."""
+    return MEANINGS.get(kind, f"the source {kind}")
 
 
 def read_kinds(text: str) -> tuple[str, ...]:

@@ -6,6 +6,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from math import prod
 
+from deft_policies.decoding.kinds import HEAD, MEDUSA, SMALL_MODEL, meaning
+
+_GROWING = frozenset((HEAD, MEDUSA, SMALL_MODEL))  # sources whose guesses have the tree's form
 MOST_LEVELS, MOST_BRANCHES, MOST_GUESSES = 16, 32, 256  # of trees that callers ask for
 MOST_GROWN = 128  # nodes with children in a tree that a small model grows
 
@@ -142,6 +145,13 @@ class TreeShape:
         return replace(shape, is_full_depth=self.is_full_depth)
 
     @property
+    def meaning(self) -> str:
+        """Its form, in words."""
+        if self.top_k == 1:
+            return f"a chain of up to {self.levels}"
+        return f"a tree of up to {self.num_guesses}, {self.levels} deep"
+
+    @property
     def num_open(self) -> int:
         """Nodes that get children at most, the root of a template among them."""
         if not self.paths:
@@ -171,6 +181,20 @@ class Plan:
     def kinds(self) -> frozenset[str]:
         """Every source it uses."""
         return frozenset(self.prefill + self.rounds)
+
+    @property
+    def meaning(self) -> str:
+        """What drafts when, in words."""
+        if not self.kinds:
+            return "no drafts: a pass for every token"
+        before, later = (
+            " and ".join(map(meaning, sources)) for sources in (self.prefill, self.rounds)
+        )
+        if not {*self.rounds}.isdisjoint(_GROWING):
+            later += f" ({self.shape.meaning})"
+        if before == later:
+            return f"every pass: {later}"
+        return f"prefill: {before or 'nothing'}; later passes: {later or 'nothing'}"
 
 
 PLAIN = Plan("plain")

@@ -3,6 +3,8 @@
 By a demonstration it tells, too, whether frames reach the policy as those of its training did: they
 are answered one by one through every image chain, with nothing remembered, and the chain of the
 training comes nearest to what was done then.
+
+With another environment's interpreter it has the model's own code answer the same frames.
 """
 
 import os
@@ -30,6 +32,7 @@ from deft_client.image_chain import ImageChain
 from deft_client.types import ActOptions
 from deft_policies.base import ActRequest, Finding, LimitedPolicy, Policy, Verdict
 from deft_policies.commands.parse import PolicyCommand
+from deft_policies.conformance.report import check_report
 from deft_policies.errors import PolicyError
 from deft_policies.families.options import ModelOptions
 from deft_policies.memory import SessionMemory
@@ -267,8 +270,9 @@ def main(arguments: list[str]) -> int:
     """Examine, print, and return the exit code."""
     parser = CommandParser(
         prog="deft doctor",
-        usage="%(prog)s [-h] [--demonstration DATA] [--config FILE] [--policy NAME] "
-        "[SETTINGS] [FLAGS OF THE POLICY]",
+        usage="%(prog)s [-h] [--demonstration DATA] [--against PYTHON [--recording DATA] "
+        "[--report FILE]] [--check-report FILE] [--config FILE] [--policy NAME] [SETTINGS] "
+        "[FLAGS OF THE POLICY]",
         allow_abbrev=False,
         description="Say whether `deft serve` with the same flags would work on this machine.",
     )
@@ -277,20 +281,61 @@ def main(arguments: list[str]) -> int:
         help="episodes of the policy's training: load the weights and see whether image chain and "
         "statistics fit them",
     )  # fmt: skip
+    parser.add_argument(
+        "--against", metavar="PYTHON",
+        help="the python of an environment that has the model's own code: have it answer 20 frames "
+        "beside Deft (docs/conformance.md)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--recording", type=Path, metavar="DATA",
+        help="with --against: frames of your own; default: frames that ship with Deft",
+    )  # fmt: skip
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE", default=Path("conformance.json"),
+        help="with --against: where everything is written [%(default)s]",
+    )  # fmt: skip
+    parser.add_argument(
+        "--check-report", type=Path, metavar="FILE",
+        help="say whether a report of --against is as it was written, and what it found",
+    )  # fmt: skip
     add_camera_flag(parser)
     try:
         command, settings = read_command(parser, arguments, os.environ)
     except (SettingsError, PolicyError) as error:
         sys.stdout.write(_lines([Finding("settings", Verdict.BAD, str(error))]))
         return 1
-    findings = examine(command, settings)
     given = command.namespace
+    if given.check_report is not None:
+        return _told([check_report(given.check_report)])
+    findings = examine(command, settings)
     if given.demonstration is not None and not _num(findings, Verdict.BAD):
         try:
             findings += examine_chains(command, given.demonstration, read_cameras(given))
         except (PolicyError, DeftError, OSError) as error:
             findings.append(Finding("demonstration", Verdict.BAD, str(error)))
+    if given.against is None or _num(findings, Verdict.BAD):
+        return _told(findings)
+    sys.stdout.write(f"{_lines(findings)}\n")
+    return _told([compare_with_own_code(command)], findings)
+
+
+def compare_with_own_code(command: PolicyCommand) -> Finding:
+    """Have the model's own code answer frames beside Deft, and print and write what was found."""
+    from deft_policies.conformance import command as conformance  # brings torch along
+
+    given = command.namespace
+    try:
+        return conformance.compare_with_own_code(
+            command, given.against, given.recording, read_cameras(given), given.report
+        )
+    except (PolicyError, DeftError, OSError) as error:
+        return Finding(conformance.SUBJECT, Verdict.BAD, str(error))
+
+
+def _told(findings: Sequence[Finding], printed: Sequence[Finding] = ()) -> int:
+    """Print what was found behind what is printed; returns the exit code."""
     sys.stdout.write(_lines(findings))
+    findings = [*printed, *findings]
     counts = {one: _num(findings, one) for one in (Verdict.BAD, Verdict.DOUBTFUL)}
     said = [f"{count} {one.value}{'s' * (count != 1)}" for one, count in counts.items()]
     sys.stdout.write(f"{', '.join(said)}\n")

@@ -2,6 +2,7 @@
 
 import json
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from deft_client.types import (
     PassTrace,
     StageTimings,
 )
-from deft_policies.base import ActAnswer
+from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.benchmark.audit import (
     audit,
     check_equal,
@@ -29,7 +30,6 @@ from deft_policies.benchmark.audit import (
     describe_equality,
     last_place,
 )
-from deft_policies.benchmark.command import measure, next_command
 from deft_policies.benchmark.replay import (
     Contender,
     MeasuredAnswer,
@@ -40,15 +40,18 @@ from deft_policies.benchmark.replay import (
     replay,
 )
 from deft_policies.benchmark.roofline import DeviceRates, WeightBytes, decoder_cost, vision_cost
+from deft_policies.benchmark.run import measure, next_command
+from deft_policies.benchmark.shipped import read_shipped
 from deft_policies.benchmark.summary import (
     Decoding,
     Speed,
     summarise_decoding,
     summarise_speed,
 )
-from deft_policies.benchmark.tables import Report, first_table, length_table, render
+from deft_policies.benchmark.tables import Report, first_table, length_table, plans_used, render
 from deft_policies.constant import ConstantPolicy
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
+from deft_policies.decoding.plan import NUMBER_PLANS, OUR_PLANS, PLAIN, TEXT_PLANS
 from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
@@ -136,6 +139,95 @@ def test_the_last_line_names_no_method_where_no_speed_up_can_be_told() -> None:
     )
 
 
+def test_a_head_with_which_nothing_was_faster_is_not_served() -> None:
+    policy = ConstantPolicy()
+    given = Namespace(
+        policy="model", checkpoint="m", statistics_key=None, draft_heads=[Path("my-head")]
+    )
+    plain = (Contender("autoregressive", policy, "autoregressive"), 186.0, 1.0)
+    head = (Contender("lossless", policy, "lossless"), 338.0, 1.0)
+    said, serve = next_command(*compared(plain, head), given).splitlines()
+    assert said == "Nothing was faster than plain decoding with my-head: do not serve it."
+    assert serve == "next: deft serve --checkpoint m --decoding autoregressive"
+    slow = (Contender("within-bins", policy, "within-bins"), 200.0, 0.5)
+    assert "within-bins" not in next_command(*compared(plain, slow), given)
+    quick = (Contender("lossless", policy, "lossless"), 90.0, 1.0)
+    assert next_command(*compared(plain, quick), given) == (
+        "next: deft serve --checkpoint m --draft-head my-head --decoding lossless"
+    )
+
+
+def test_an_interrupted_bench_keeps_the_frames_that_all_have_answered() -> None:
+    class Stopped(ConstantPolicy):
+        def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
+            if batch[0].observation.instruction == "stop":
+                raise KeyboardInterrupt
+            return super().act(batch)
+
+    frames = generate_frames(5)
+    stop = replace(frames[3], observation=replace(frames[3].observation, instruction="stop"))
+    shown = [*frames[:3], stop, frames[4]]
+    contenders = [Contender("first", ConstantPolicy()), Contender("second", Stopped())]
+    report = measure(ConstantPolicy(), contenders, shown, 0)
+    assert [one.num_answers for one in report.speeds] == [3, 3]
+    assert report.is_interrupted
+    assert "Interrupted: 3 of 5 frames." in report.render()
+    with pytest.raises(KeyboardInterrupt):  # nothing is kept of nothing
+        measure(ConstantPolicy(), contenders, [stop], 0)
+
+
+def test_plans_are_named_with_how_often_and_what_they_are() -> None:
+    meanings = {plan.name: plan.meaning for plan in (*OUR_PLANS, PLAIN)}
+    assert meanings["memory-once"] == "prefill: the last action; later passes: nothing"
+    assert meanings["memory"] == "every pass: the last action"
+    assert meanings["head-chain"] == (
+        "prefill: nothing; later passes: the draft head (a chain of up to 5)"
+    )
+    assert meanings["plain"] == "no drafts: a pass for every token"
+    found = replace(
+        summary_with("lossless", 1.0), rule="ExactMatch()", plans={"memory": 3, "plain": 1},
+        plan_meanings={name: meanings[name] for name in ("memory", "plain")},
+    )  # fmt: skip
+    assert plans_used([summary_with("autoregressive", 1.0), found]).splitlines() == [
+        "lossless drafted by: memory 75%, plain 25%",
+        "- memory = every pass: the last action",
+        "- plain = no drafts: a pass for every token",
+    ]
+
+
+def test_the_page_about_plans_says_what_the_table_says() -> None:
+    page = Path("docs/guard.md").read_text()
+    for plan in (*OUR_PLANS, *TEXT_PLANS, *NUMBER_PLANS, PLAIN):
+        assert f"| `{plan.name}` | {plan.meaning} |\n" in page
+
+
+def test_tiny_libero_answers_frames_that_ship_in_five_episodes() -> None:
+    assert len(read_shipped()) == 100
+    some = read_shipped(50)
+    assert [len({one.episode for one in some}), len(some)] == [5, 50]
+    assert some[0].observation.image.shape == (256, 256, 3)
+    assert len({one.observation.instruction for one in some}) == 5
+    assert some[0].statistics_key == "libero_object"
+    assert len(read_shipped(2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--decoding", "losless"], "losless"),
+        (["--recording", "nowhere"], "nowhere: no such file or folder"),
+        (["--input", "nowhere"], "--input nowhere: no such file"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_anything_is_loaded(
+    flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert deft(["bench", "--checkpoint", "/is/not/even/looked/at", *flags]) == 1
+    said = capsys.readouterr().err
+    assert told in said
+    assert "even" not in said
+
+
 def passes_of(decoding: dict[str, Any]) -> float:
     """Of an answer, as `--json` has them."""
     found = decoding["speculation"]
@@ -203,8 +295,10 @@ def test_a_speed_up_is_a_ratio_of_sums_over_at_least_five_episodes() -> None:
     ]
     few = (timed_run("plain", 60.0, 60.0), timed_run("fast", 20.0, 20.0))
     text = first_table(Report({}, few, "plain"))
-    assert "times as fast" not in text
-    assert text.endswith("No speed-up can be given: times of 2 episodes, 5 are needed.")
+    assert text.splitlines()[3].split("|")[3].strip() == "3.00 ?"
+    assert text.endswith(
+        "?: of these frames alone, and no speed-up to quote: times of 2 episodes, 5 are needed."
+    )
 
 
 def test_the_first_table_measures_other_answers_of_relaxed_methods() -> None:
@@ -449,7 +543,7 @@ def test_bench_prints_stages_limits_methods_and_ratios(
     for stage in ("preprocess", "vision", "prefill", "draft", "judge", "commit", "post", "total"):
         assert f"| {stage} " in text
     assert "% of limit" in text
-    assert "No speed-up can be given: times of 1 episodes, 5 are needed" in text
+    assert "no speed-up to quote: times of 1 episode, 5 are needed" in text
     report = json.loads(target.read_text())
     names = [speed["name"] for speed in report["speeds"]]
     assert names == [
@@ -462,8 +556,13 @@ def test_bench_prints_stages_limits_methods_and_ratios(
     assert decodings["lossless"]["equal_actions"] == 1.0
     assert decodings["transformers"]["equal_actions"] == 1.0
     assert decodings["lossless"]["speculation"]["committed_by_pass"]
-    assert decodings["within-bins r9"]["rule"].startswith("WithinBins(radius=9); plans: ")
-    assert "lossless: ExactMatch(); plans: " in text
+    assert decodings["within-bins r9"]["rule"].startswith("WithinBins(radius=9)")
+    assert sum(decodings["within-bins r9"]["plans"].values()) == 4
+    assert "lossless: ExactMatch()" in text
+    for plan in decodings["lossless"]["plans"]:  # each of them is explained where it is named
+        assert f"\n- {plan} = " in text
+    assert text.startswith("Frames: 4 in 1 episode, generated, of a camera that hardly moves.")
+    assert report["frames"] in text
     assert report["rates"]["bytes_per_s"] > 0.0
 
 

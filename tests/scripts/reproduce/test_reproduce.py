@@ -346,7 +346,7 @@ def test_times_are_taken_apart_from_what_rows_answer_and_tables_say_how(folder, 
     page = outputs(ResultsFolder(folder))[PAGE]
     assert "Times are of 3 recorded frames of 1 episodes" in page
     assert "No speed-up is reported for relaxed" in page
-    assert "times of 1 episodes, 5 are needed" in page
+    assert "times of 1 episode, 5 are needed" in page
     assert cell_of("speedup", found["relaxed"]) == ("–", None)
 
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence as Items
 from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING
 
-from deft_policies.decoding.captured import Layout
 from deft_policies.decoding.plugins import load_source, naming
 from deft_policies.decoding.tree import Branches as Branches
 from deft_policies.decoding.tree import Chain as Chain
@@ -22,6 +21,7 @@ from deft_policies.errors import PolicyError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from deft_policies.decoding.captured import Layout
     from deft_policies.decoding.sequence import Sequence
     from deft_policies.decoding.target import Prompt, Target
 

@@ -1,0 +1,1 @@
+"""Deft beside a model's own code, on the same frames: `deft doctor --against`."""
