@@ -4,7 +4,7 @@ from deft_client.commands.program import Command, Program
 
 _HERE = "scripts.bench."
 COMMANDS = {
-    "decoding": Command(_HERE + "decoding", "deft bench, beside transformers or scripted drafts"),
+    "decoding": Command(_HERE + "decoding", "deft bench, beside scripted drafts"),
     "gpu": Command(_HERE + "gpu_run", "a short run on a GPU: bits, passes, frames, memory"),
     "server": Command(_HERE + "server", "what the server adds to a policy's time"),
     "cluster": Command(_HERE + "cluster", "replicas on a Ray of its own"),

@@ -1,18 +1,15 @@
-"""`deft bench` beside transformers' own loop, and beside drafts that are right to order.
+"""`deft bench` beside drafts that are right to order.
 
-python -m scripts.bench decoding --against transformers
 python -m scripts.bench decoding --scripted-drafts 0.5,0.9
 """
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
 
-from deft_policies.benchmark.command import bench, build_parser
+from deft_policies.benchmark.command import bench, build_parser, find_rivals
 from deft_policies.benchmark.replay import Contender, ReplayFrame
-from deft_policies.decoding.methods import AUTOREGRESSIVE
 from deft_policies.families.policy import VlaPolicy
 from scripts.scripted_drafts import Script, ScriptedPolicy, find_answers
-from scripts.transformers_baseline import BaselineLoop, baselines_of
 
 
 def main(arguments: list[str]) -> int:
@@ -24,12 +21,7 @@ def main(arguments: list[str]) -> int:
 
 
 def add_flags(parser: ArgumentParser) -> None:
-    """Who else may take part."""
-    parser.add_argument(
-        "--against",
-        choices=["transformers"],
-        help="also run transformers' own model of the same weights, and print ratios",
-    )
+    """Add the drafts to the parser."""
     parser.add_argument(
         "--scripted-drafts",
         type=_shares,
@@ -51,12 +43,9 @@ def find_others(
     given: Namespace, policy: VlaPolicy, frames: Sequence[ReplayFrame]
 ) -> tuple[list[Contender], str]:
     """Whom the flags add, and the name of the baseline."""
-    contenders: list[Contender] = []
-    if given.against is not None:
-        contenders += [Contender(one.name, one) for one in baselines_of(policy)]
+    contenders, baseline = find_rivals(given, policy, frames)
     if given.scripted_drafts:
         contenders += scripted(policy, frames, given.scripted_drafts)
-    baseline = AUTOREGRESSIVE if given.against is None else BaselineLoop.GENERATE.value
     return contenders, baseline
 
 

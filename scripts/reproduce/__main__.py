@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from shlex import quote
 
@@ -22,8 +22,8 @@ from deft_client.commands.program import CommandParser, distribution_version
 from deft_client.datasets.flags import add_camera_flag, read_cameras
 from deft_client.files import write_atomically
 from deft_policies.commands.parse import parse_command, run_command, target_flags
-from scripts.reproduce import final
 from scripts.reproduce.choices import record_choices
+from scripts.reproduce.listing import list_tables
 from scripts.reproduce.page import (
     FACTS,
     PAGE,
@@ -49,7 +49,7 @@ from scripts.reproduce.study import (
 )
 
 PROG = "python -m scripts.reproduce"
-ALL, FINAL = "all", "final"
+ALL = "all"
 _STRIP_FRAMES = 6
 _QUICK_EPISODES, _QUICK_TIMES = 1, 10
 _QUICK_FRAMES = 60
@@ -58,14 +58,15 @@ _STEPS_PER_EPISODE = 60  # an episode has more, so that there are frames enough
 
 def main(arguments: list[str]) -> int:
     """Record what is missing and write the page; or check one. Returns the exit code."""
-    if arguments[:1] == [FINAL]:
-        return final.main(arguments[1:])
     parser = _parser()
 
     def run() -> int:
         command = parse_command(parser, arguments)
         given = command.namespace
         words = PolicyWords(given.policy, tuple(shlex.split(target_flags(given))))
+        if given.list:
+            sys.stdout.write(list_tables())
+            return 0
         if given.write is not None:
             write(given.write)
             return 0
@@ -78,7 +79,7 @@ def main(arguments: list[str]) -> int:
             sys.stdout.write(f"{said}\n")
             return 1 if found else 0
         if not given.studies:
-            parser.error(f"name a study, {ALL}, --check, --write or --pack")
+            parser.error(f"name a STUDY/TABLE (--list has them), {ALL}, --check, --write or --pack")
         return _reproduce(given, words)
 
     return run_command(PROG, run)
@@ -88,16 +89,19 @@ def _parser() -> argparse.ArgumentParser:
     names = study_names()
     parser = CommandParser(
         PROG,
-        description="Run a paper's comparison on one engine and write its tables and plots. A "
-        "killed run goes on with the same command. Default: the small policy that ships.",
+        description="Run a paper's comparison on one engine, print the tables that are named and "
+        "write a page with tables and plots. The same command resumes. Default: the small policy "
+        "that ships; --checkpoint DIR takes your own.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "studies",
         nargs="*",
         metavar="STUDY[/TABLE]",
-        help=f"{', '.join(names)} or {ALL}; `{FINAL}` plays "
-        "what is held out (its own --help says how)",
+        help=f"{', '.join(names)} or {ALL}",
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="print the tables, what they show, and minutes"
     )
     parser.add_argument(
         "--row", action="append", default=[], metavar="NAME",
@@ -144,11 +148,13 @@ def _reproduce(given: argparse.Namespace, words: PolicyWords) -> int:
     episodes = Played(words, out, given.suite, _evaluation_flags(given), given.host)
     frames = _frames(given, studies[0], episodes)
     replays = Replays(words, out)
+    tables = [text for text in given.studies if "/" in text]
     num_timed = given.time or (_QUICK_TIMES if given.quick else 0)
     try:
         if studies[0].num_frames:
             replays.record(rows, frames)
-            record_choices(words.load(), frames, out)
+            if len(tables) < len(given.studies):  # a table of its own, on the page of a study
+                record_choices(words.load(), frames, out)
         if num_timed:
             replays.time(rows, frames.for_times(num_timed))
         if not given.no_episodes:
@@ -157,6 +163,9 @@ def _reproduce(given: argparse.Namespace, words: PolicyWords) -> int:
         _write_facts(out / FACTS, replays, _facts(frames))
         _write_strip(frames, out / STRIP)
         write(out)
+    results = ResultsFolder(out)
+    for text in tables:
+        sys.stdout.write(f"{results.table_text(*text.split('/'))}\n\n")
     sys.stdout.write(
         f"wrote {out / PAGE}\nnext: python -m scripts.reproduce --check {quote(str(out))}\n"
     )
@@ -230,7 +239,7 @@ def _facts(frames: FrameSet) -> dict[str, str]:
         f"Python {platform.python_version()}",
         "peak memory": f"{peak_gb:.1f} GB of this process",
         "commit": _commit(),
-        "date": f"{datetime.now(timezone.utc):%Y-%m-%d}",
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
     }
 
 

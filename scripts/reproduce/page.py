@@ -164,6 +164,11 @@ class ResultsFolder:
             )
         return tables[f"{study}/{key}"]
 
+    def table_text(self, study: str, key: str) -> str:
+        """A table as a page has it, below its title."""
+        table = self.table(study, key)
+        return f"## {table.title}\n\n{_table(self, table)}"
+
 
 def _whole(run: RunResults | None, plain: RunResults | None) -> RunResults | None:
     """The run where it has all that the baseline has."""

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
@@ -30,6 +30,7 @@ from deft_client.peers.conventions import to_robosuite
 from deft_client.types import ActionChunk, Observation, StageTimings
 from deft_policies.base import ActRequest
 from deft_policies.benchmark.replay import Contender, Replay, ReplayFrame, replay
+from deft_policies.benchmark.transformers_loops import find_baseline
 from deft_policies.commands.parse import load_by_words
 from deft_policies.decoding import kinds
 from deft_policies.decoding.methods import AUTOREGRESSIVE, find_method
@@ -40,7 +41,6 @@ from deft_policies.families.policy import VlaPolicy
 from scripts.reproduce.acceptance import measured_chances
 from scripts.reproduce.study import ReproductionError, Row
 from scripts.scripted_drafts import Script, ScriptedPolicy, find_answers
-from scripts.transformers_baseline import find_baseline
 
 FRAMES, TIMED = "frames", "timed"
 _UNPRICED = {kinds.MEDUSA, kinds.SMALL_MODEL}  # what they cost at full size is not known
@@ -278,7 +278,7 @@ def _executed(chunk: ActionChunk) -> NDArray[np.float64]:
 
 def _header(row: Row, label: str, told: Mapping[str, str], chunk: ActionChunk) -> RunHeader:
     """`told` is of the policy without the row's flags, which the options have."""
-    now = datetime.now(timezone.utc)
+    now = datetime.now(UTC)
     return RunHeader(
         run=f"{now:%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}",
         created=f"{now:%Y-%m-%dT%H:%M:%SZ}",

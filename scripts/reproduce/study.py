@@ -4,27 +4,20 @@ A table is rows (a method and its options) by measures, so that another paper, o
 few lines of TOML. Nothing here runs anything.
 """
 
-import sys
+import tomllib
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from deft_policies.errors import PolicyError
 from scripts.reproduce.acceptance import folder_name
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 FOLDER = Path(__file__).parent / "studies"
 SUFFIX = ".toml"
 PLAIN = "autoregressive"
 STRICT = ConfigDict(extra="forbid")
-T = TypeVar("T")
 
 
 class ReproductionError(PolicyError):
@@ -168,13 +161,7 @@ def study_names() -> list[str]:
 
 def load_study(path: Path) -> Study:
     """Read a study; `ReproductionError` says which field of it is wrong."""
-    return read_toml(Study, path, "study")
-
-
-def read_toml(kind: type[T], path: Path, what: str, /, **more: object) -> T:
-    """Build a dataclass of a file's values and `more`; `ReproductionError` where it is none."""
     try:
-        values = tomllib.loads(path.read_text("utf-8"))
-        return TypeAdapter(kind).validate_python({**values, **more})
+        return TypeAdapter(Study).validate_python(tomllib.loads(path.read_text("utf-8")))
     except (OSError, tomllib.TOMLDecodeError, ValidationError) as error:
-        raise ReproductionError(f"{path} is no {what}: {error}") from error
+        raise ReproductionError(f"{path} is no study: {error}") from error

@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.draft_training.made_up import tiny_target, write_demonstrations
 
 from deft_draft_training.__main__ import main as train
 from deft_draft_training.heads.record import RecordConfig, record
 from deft_draft_training.heads.samples import EpisodeSource
 from deft_server.__main__ import main as deft
 from tests import golden
-from tests.draft_training.made_up import tiny_target, write_demonstrations
 
 NOWHERE = ["--checkpoint", "/is/never/looked/at"]
 TARGET = [

@@ -2,6 +2,7 @@
 
 SelectionError              what was asked for cannot be evaluated, or not by this server
 ResultsMismatchError        the folder holds results of another run, version or options
+PlanError                   a plan that is wrong, not committed, changed, or played before
 PeerAnswerError             a server of another project answered something that is no action
 
 SimulationError
@@ -26,6 +27,10 @@ from deft_client.errors import DeftError, UsageError
 
 class SelectionError(UsageError):
     """What was asked for cannot be evaluated, or not by this server."""
+
+
+class PlanError(UsageError):
+    """A plan of held-out states is wrong, not committed, was changed, or was played before."""
 
 
 class SimulationError(DeftError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,12 @@ def build_parser() -> ArgumentParser:
         help="have a policy that acts at once think aloud, where it can",
     )
     parser.add_argument(
+        "--against",
+        choices=["transformers"],
+        help="also run transformers' own model of the same weights on the same frames, in turn; "
+        "speed-ups are over its generate()",
+    )
+    parser.add_argument(
         "--stages",
         action="store_true",
         help="also print the time of each stage beside this device's limits, and accepted lengths "
@@ -105,7 +112,7 @@ def bench(
         request = read_request(parser, arguments)
         from deft_policies.benchmark.run import run_benchmark  # brings torch along
 
-        return run_benchmark(request, find_others or _nobody)
+        return run_benchmark(request, find_others or find_rivals)
 
     return run_command(PROG, run)
 
@@ -121,6 +128,11 @@ def read_request(parser: ArgumentParser, arguments: list[str]) -> BenchRequest:
         parser.error("give --recording or --input, not both")
     for text in methods:
         find_method(text)
+    if given.against is not None and find_spec(given.against) is None:
+        raise PolicyError(
+            f"--against {given.against}: it is not installed; in a clone of Deft, "
+            f"pip install ./client '.[{given.against}]'"
+        )
     if given.recording is not None:
         find_format(given.recording)
     if given.input is not None and not given.input.is_file():
@@ -128,8 +140,13 @@ def read_request(parser: ArgumentParser, arguments: list[str]) -> BenchRequest:
     return BenchRequest(command, methods, radii)
 
 
-def _nobody(given: Namespace, policy: VlaPolicy, frames: Sequence[ReplayFrame]) -> Others:
-    return [], AUTOREGRESSIVE
+def find_rivals(given: Namespace, policy: VlaPolicy, frames: Sequence[ReplayFrame]) -> Others:
+    """Return who `--against` adds, and the name of the baseline."""
+    if given.against is None:
+        return [], AUTOREGRESSIVE
+    from deft_policies.benchmark.transformers_loops import find_loops
+
+    return find_loops(policy)
 
 
 def _sizes(text: str) -> tuple[int, ...]:

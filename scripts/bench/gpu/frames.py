@@ -12,13 +12,13 @@ from deft_client.measures.statistics import percentiles
 from deft_client.types import ActOptions
 from deft_policies.base import ActRequest
 from deft_policies.benchmark.replay import Contender, Replay, ReplayFrame, replay
+from deft_policies.benchmark.transformers_loops import BaselineLoop, TransformersPolicy
 from deft_policies.decoding.methods import find_method
 from deft_policies.memory import SessionMemory
 from scripts.bench.gpu.asking import Row
 from scripts.bench.gpu.setting import MeasuredRunner, Setting
 from scripts.reproduce.acceptance import measured_chances
 from scripts.scripted_drafts import Script, ScriptedPolicy, find_answers
-from scripts.transformers_baseline import BaselineLoop, TransformersPolicy
 
 PLAIN = "plain"
 # As the small policy's own drafts stood, by the lines that the page of performance is made from.

@@ -49,6 +49,11 @@ from deft_policies.benchmark.summary import (
     summarise_speed,
 )
 from deft_policies.benchmark.tables import Report, first_table, length_table, plans_used, render
+from deft_policies.benchmark.transformers_loops import (
+    BaselineLoop,
+    TransformersPolicy,
+    baselines_of,
+)
 from deft_policies.constant import ConstantPolicy
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
 from deft_policies.decoding.plan import NUMBER_PLANS, OUR_PLANS, PLAIN, TEXT_PLANS
@@ -59,7 +64,6 @@ from deft_policies.model.formats import Precision
 from deft_policies.model.random_weights import openvla_7b
 from deft_server.__main__ import main as deft
 from scripts.bench.decoding import main as bench
-from scripts.transformers_baseline import BaselineLoop, TransformersPolicy, baselines_of
 from tests import golden
 from tests.golden_vla0 import GOLDEN, cameras, variant
 
@@ -321,6 +325,14 @@ def test_the_first_table_measures_other_answers_of_relaxed_methods() -> None:
     assert (shown["relaxed"], shown["bins: mean, most"]) == ("50.0%", "0.00, 4")
 
 
+def test_transformers_that_is_not_installed_is_said_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("deft_policies.benchmark.command.find_spec", lambda name: None)
+    assert deft(["bench", "--against", "transformers"]) == 1
+    assert "pip install ./client '.[transformers]'" in capsys.readouterr().err
+
+
 def test_decoding_is_summed_up_against_plain_decoding_of_the_same_frames() -> None:
     plain = [DecodeTrace("autoregressive", (10, 20, 30), (10, 20, 30), (), (one_pass(1, 0),) * 3)]
     passes = (one_pass(4, 1), one_pass(2, 0))
@@ -436,7 +448,6 @@ def vla0_frames() -> list[ReplayFrame]:
     ]
 
 
-@pytest.mark.long(seconds=15)
 def test_answers_of_numbers_are_measured_beside_transformers() -> None:
     """As the original decodes, and with lookup; without its constraint no number may be written."""
     policy = load_policy(VLA0)
@@ -477,7 +488,6 @@ def test_bfloat16_flips_only_near_ties_of_the_golden_model() -> None:
     assert "0 of them" in describe(report)
 
 
-@pytest.mark.long(seconds=15)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_policy_that_ships_can_be_audited(
     dtype: str, capsys: pytest.CaptureFixture[str]

@@ -19,7 +19,9 @@ from deft_client.libero.results.store import WEIGHTS, ResultsStore, RunResults, 
 from deft_client.measures.answers import AnswerRecord
 from deft_client.peers.conventions import to_robosuite
 from deft_client.types import ActOptions, StageTimings
+from deft_policies import tiny_libero
 from deft_policies.base import ActRequest
+from deft_policies.benchmark.transformers_loops import QwenLoop
 from deft_policies.decoding.methods import find_method
 from deft_policies.memory import SessionMemory
 from scripts.reproduce.__main__ import main
@@ -44,6 +46,7 @@ from scripts.reproduce.runs import table_of
 from scripts.reproduce.study import (
     FOLDER,
     PLAIN,
+    SUFFIX,
     ReproductionError,
     Row,
     Study,
@@ -51,10 +54,9 @@ from scripts.reproduce.study import (
     load_study,
     study_names,
 )
-from scripts.transformers_baseline import QwenLoop
 from tests import golden_ecot
 from tests.client.libero.episodes import header, record
-from tests.draft_training.made_up import write_demonstrations
+from tests.demonstrations import write_demonstrations
 from tests.repository import ROOT
 from tests.standins import stand_ins
 from tests.typed import next_command
@@ -320,7 +322,6 @@ def test_a_row_that_has_not_answered_every_frame_is_not_compared(folder):
     assert set(rows_of(folder)) == {"plain", "half right"}
 
 
-@pytest.mark.long(seconds=15)
 def test_times_are_taken_apart_from_what_rows_answer_and_tables_say_how(folder, data):
     """Of one episode; the batch of copies is for its times alone."""
     study = folder / "studies" / "made-up.toml"
@@ -395,7 +396,6 @@ def test_packed_lines_say_the_same_and_go_on_once_they_are_unpacked(folder):
     assert sorted(run.folder.name for run in load_runs(folder / "frames")) == names
 
 
-@pytest.mark.long(seconds=15)
 def test_what_rows_share_of_a_frame_changes_no_line(folder, data, tmp_path):
     """The slow twin: every row by itself, nothing remembered."""
     study = load_study(folder / "studies" / "made-up.toml")
@@ -530,12 +530,38 @@ def test_the_command_runs_a_study_over_a_policy_given_by_flags(tmp_path, data, c
     assert "'nothing'; known: comparison" in capsys.readouterr().err
 
 
+def test_a_table_is_printed_for_a_checkpoint_of_ones_own(tmp_path, data, capsys):
+    checkpoint = shutil.copytree(tiny_libero.CHECKPOINT, tmp_path / "mine")
+    arguments = ["spec-vla/table-2", "--no-episodes", "--recording", str(data), "--frames", "3"]
+    flags = ["--checkpoint", str(checkpoint), "--draft-head", str(tiny_libero.HEADS[0])]
+    flags += ["--row", "strict, our loop"]
+    assert main([*arguments, *flags, "--out", str(tmp_path / "out")]) == 0
+    told = capsys.readouterr().out
+    assert "## Table 2: share of passes by accepted length" in told
+    assert "| strict, our loop | " in told
+    assert "| Goal, strict | 50.24% | " in told
+    assert not (tmp_path / "out" / CHOICES).exists()
+
+
+def test_every_table_is_listed_with_what_it_shows(capsys):
+    assert main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["table", "frames", "episodes", "what", "it", "shows"]
+    listed = [line for line in lines[1:] if "/" in line.split(" ")[0]]
+    tables = [
+        f"{name}/{table.key}"
+        for name in study_names()
+        for table in load_study(FOLDER / f"{name}{SUFFIX}").table
+    ]
+    assert [line.split()[0] for line in listed] == tables
+    assert "Spec-VLA: Table 2: share of passes by accepted length" in "".join(listed)
+
+
 def played_in(out: Path) -> RunResults:
     (run,) = load_runs(out / "played")
     return run
 
 
-@pytest.mark.long(seconds=12)
 def test_episodes_may_be_played_from_other_machines(tmp_path):
     flags = ("--environment", "point_world", "--step-limit", "2")
     episodes = Played(WORDS, tmp_path, "point_world", flags, host="127.0.0.2")
@@ -545,7 +571,6 @@ def test_episodes_may_be_played_from_other_machines(tmp_path):
     assert "://127.0.0.2:" in run.header.notes["url"]
 
 
-@pytest.mark.long(seconds=23)
 def test_episodes_in_which_frames_were_recorded_count_among_those_played(tmp_path):
     flags = ("--environment", "point_world", "--step-limit", "2")
     episodes = Played(WORDS, tmp_path, "point_world", flags)
@@ -558,7 +583,6 @@ def test_episodes_in_which_frames_were_recorded_count_among_those_played(tmp_pat
     assert len(played_in(tmp_path).records) == 2
 
 
-@pytest.mark.long(seconds=11)
 def test_workers_are_sought_on_the_ray_that_is_named(tmp_path, capfd, monkeypatch):
     (tmp_path / "ray.py").write_text("raise ImportError")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
@@ -578,7 +602,6 @@ def test_workers_are_sought_on_the_ray_that_is_named(tmp_path, capfd, monkeypatc
 RESULTS = ROOT / "docs" / "results"
 
 
-@pytest.mark.long(seconds=10)
 @pytest.mark.parametrize(
     "page",
     [*sorted(path.parent for path in RESULTS.glob("*/environment.json")), *quoting_pages(RESULTS)],
@@ -638,7 +661,6 @@ def test_a_study_of_times_alone_plays_nothing_to_get_frames(tmp_path, capsys):
     assert "give the frames: --recording DATA" in capsys.readouterr().err
 
 
-@pytest.mark.long(seconds=20)
 def test_a_study_of_times_alone_measures_scripted_drafts_at_any_size(tmp_path, data, capsys):
     out = tmp_path / "out"
     flags = ["--random-weights", "small", "--threads", "1", "--decoding", PLAIN]

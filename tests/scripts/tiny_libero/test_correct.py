@@ -26,8 +26,7 @@ from scripts.tiny_libero.expert.pick import Phase
 from scripts.tiny_libero.model import PolicyModelConfig, PolicyNet, initialise
 from scripts.tiny_libero.play import DemoKey, DemosSettings, play
 from scripts.tiny_libero.train import prepare, write_policy
-from tests.client.libero.simulated import needs_simulator
-from tests.draft_training.made_up import write_demonstrations
+from tests.demonstrations import write_demonstrations
 from tests.standins import stand_ins
 from tests.typed import next_command
 
@@ -125,9 +124,6 @@ def test_where_a_text_holds_no_action_the_expert_acts():
 
 @pytest.mark.libero
 class TestInLibero:
-    pytestmark = needs_simulator
-
-    @pytest.mark.long(seconds=9)
     def test_labels_are_the_experts_whoever_plays(self):
         settings = DemosSettings("libero_object", tasks=(5,), frame_size=48)
         environment = LiberoEnvironment(
@@ -148,7 +144,6 @@ class TestInLibero:
         assert np.abs(demonstration.labels[still, :6]).max(axis=1).min() > 0, "clean labels"
         assert np.array_equal(demonstration.executed[~still], demonstration.labels[~still])
 
-    @pytest.mark.long(seconds=13)
     def test_the_command_records_once_and_its_episodes_are_demonstrations(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ):

@@ -11,9 +11,9 @@ from scripts.tiny_libero.expert.motion import Manner
 from scripts.tiny_libero.expert.pick import Phase
 from scripts.tiny_libero.play import DemosSettings
 from scripts.tiny_libero.pool import DemosJob, record
-from tests.client.libero.simulated import PHYSICS, needs_simulator, physics, settle
+from tests.client.libero.simulated import PHYSICS, physics, settle
 
-pytestmark = needs_simulator
+pytestmark = pytest.mark.libero
 
 
 def begin(suite: str, number: int, trial: int):

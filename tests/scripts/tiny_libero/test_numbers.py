@@ -31,7 +31,7 @@ from scripts.tiny_libero.numbers import (
     to_numbers,
 )
 from scripts.tiny_libero.train import main
-from tests.draft_training.made_up import write_demonstrations
+from tests.demonstrations import write_demonstrations
 from tests.typed import next_command
 
 SIZES = NumberModelConfig(16, 2, 2, 24, 32, 2, 2, 1, 48)

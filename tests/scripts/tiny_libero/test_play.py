@@ -22,11 +22,10 @@ from scripts.tiny_libero.play import (
     variation,
 )
 from scripts.tiny_libero.pool import DemosJob, missing_keys, record
-from tests.client.libero.simulated import needs_simulator
 from tests.standins import stand_ins
 from tests.typed import next_command
 
-pytestmark = needs_simulator
+pytestmark = pytest.mark.libero
 SMALL = EnvironmentSettings(frame_size=48, assets_folder=stand_ins())
 SETTINGS = DemosSettings(
     "libero_object", tasks=(5,), episodes=2, trials=(0, 1), frame_size=48, encoding="png"
@@ -98,7 +97,6 @@ def test_another_thing_is_asked_for_in_words_and_brought():
     assert columns["goal_left"][-1] < inside < columns["goal_right"][-1], "it is in the basket"
 
 
-@pytest.mark.long(seconds=9)
 def test_recording_goes_on_where_it_stopped(tmp_path):
     job = DemosJob(replace(SETTINGS, episodes=1), tmp_path, SMALL, num_workers=1)
     heard = []

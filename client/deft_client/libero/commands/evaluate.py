@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 from types import FrameType
+from typing import Any, NoReturn
 
 from deft_client.actions import Seam
 from deft_client.commands.connection import (
@@ -18,10 +19,29 @@ from deft_client.commands.connection import (
 )
 from deft_client.commands.methods import method_text
 from deft_client.commands.program import CommandParser
-from deft_client.libero.errors import EvaluationStoppedError, ResultsWriteError, SelectionError
+from deft_client.libero.errors import (
+    EvaluationStoppedError,
+    PlanError,
+    ResultsWriteError,
+    SelectionError,
+)
 from deft_client.libero.evaluation.evaluate import Evaluation
+from deft_client.libero.evaluation.plan import (
+    Entry,
+    Ledger,
+    Plan,
+    differences,
+    load_plan,
+    require_apart,
+)
 from deft_client.libero.evaluation.ray_workers import RayActors
-from deft_client.libero.evaluation.runs import RunConfig, VideoChoice, in_turn, plan_runs
+from deft_client.libero.evaluation.runs import (
+    DEFAULT_SEED,
+    RunConfig,
+    VideoChoice,
+    in_turn,
+    plan_runs,
+)
 from deft_client.libero.evaluation.selection import LIBERO, TRAINED
 from deft_client.libero.evaluation.workers import Processes, Workplace
 from deft_client.libero.policies.source import (
@@ -40,12 +60,19 @@ from deft_client.types import ActOptions, ServerInfo
 
 def read_options(arguments: list[str]) -> argparse.Namespace:
     """Parse the command line; exits, or raises SelectionError, if it cannot be understood."""
-    parser = _parser()
+    parser = _parser(CommandParser("deft-client eval", **_DESCRIBED))
     options = parse_connected(parser, arguments)
+    if options.plan is not None:
+        _refuse_beside_plan(parser, options)
+        return options
     if not options.suites:
         parser.error("the following arguments are required: SUITE")
     if options.decoding == []:
         parser.error("argument --decoding: expected at least one METHOD")
+    return _complete(options)
+
+
+def _complete(options: argparse.Namespace) -> argparse.Namespace:
     _check_numbers(options)
     options.suites = tuple(dict.fromkeys(options.suites))
     # Without a method the server chooses.
@@ -55,18 +82,20 @@ def read_options(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        "deft-client eval",
-        description="Play LIBERO episodes against a policy server. Results are kept episode by "
-        "episode; the same command again plays only what is missing.",
-        epilog="exit code: 0 all played, 1 could not start, 2 asked wrongly, 3 some episodes are "
-        "missing or Errored",
-        allow_abbrev=False,
-    )
+_DESCRIBED: dict[str, Any] = {
+    "description": "Play LIBERO episodes against a policy server. Results are kept episode by "
+    "episode; the same command again plays only what is missing.",
+    "epilog": "exit code: 0 all played, 1 could not start, 2 asked wrongly, 3 some episodes are "
+    "missing or Errored",
+    "allow_abbrev": False,
+}
+
+
+def _parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser.set_defaults(look=None, plan_notes={})
     parser.add_argument(
         "suites",
-        nargs="+",
+        nargs="*",
         metavar="SUITE",
         help="libero_object, libero_goal, ...; the server's URL may stand among them, as --url",
     )
@@ -93,9 +122,9 @@ def _add_episodes(group: Group) -> None:
         help="stop after N episodes per suite, spread evenly over the tasks",
     )  # fmt: skip
     group.add_argument(
-        "--final", nargs="?", type=int, const=1, metavar="LOOK",
-        help="play also the initial states that the policy holds out, and say in the results which "
-        "look at them it is (1 where LOOK is not given)",
+        "--plan", type=Path, metavar="FILE",
+        help="play what a committed plan lists, in place of suites and options: the one way to "
+        "play the initial states that a policy holds out, once",
     )  # fmt: skip
 
 
@@ -158,7 +187,7 @@ def _add_simulation(group: Group) -> None:
     group.add_argument(
         "--network-delay-ms", type=float, default=0.0, metavar="MS", help="added to every answer"
     )
-    group.add_argument("--seed", type=int, default=7, help="(default: %(default)s)")
+    group.add_argument("--seed", type=int, default=DEFAULT_SEED, help="(default: %(default)s)")
     group.add_argument("--step-limit", type=int, metavar="N", help="(default: the suite's)")
     group.add_argument(
         "--widen-cm", type=float, default=0.0, metavar="CM",
@@ -208,7 +237,6 @@ def _check_numbers(options: argparse.Namespace) -> None:
         ("step_limit", 1),
         ("executed_steps", 1),
         ("radius", 0),
-        ("final", 1),
     ):
         value = getattr(options, name)
         if value is not None and value < least:
@@ -273,15 +301,30 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def _evaluate(options: argparse.Namespace) -> int:
     limit_threads()
+    if options.plan is not None:
+        return _evaluate_plan(load_plan(options.plan), options)
+    info = describe_server(options.source)
+    runs = _plan_runs(options, info)
+    with closing(_workplace(options)) as place:
+        problem = _play(runs, info, place, options)
+    return _conclude(runs, problem, options)
+
+
+def _plan_runs(options: argparse.Namespace, info: ServerInfo | None) -> list[RunConfig]:
     source: PolicySource = options.source
-    info = describe_server(source)
     check_chain(source.profile, info)
     if thinks_aloud(options.reasoning, info):
         asked = replace(source.options, want_reasoning=True)
-        options.source = source = replace(source, options=asked)
-    runs = plan_runs(options, info)
-    with closing(Processes() if options.ray is None else RayActors(options.ray)) as place:
-        problem = _play(runs, info, place, options)
+        options.source = replace(source, options=asked)
+    return plan_runs(options, info)
+
+
+def _workplace(options: argparse.Namespace) -> Workplace:
+    return Processes() if options.ray is None else RayActors(options.ray)
+
+
+def _conclude(runs: list[RunConfig], problem: str, options: argparse.Namespace) -> int:
+    """Print what was played, and what went wrong; return the exit code."""
     played = [run for run in runs if (run.folder / HEADER_FILE).exists()]
     summaries = [summarise(load_run(run.folder), frozenset(run.keys)) for run in played]
     if any(summary.tasks for summary in summaries):
@@ -326,3 +369,65 @@ def _play(
     if num_errored:
         return f"{num_errored} episodes Errored; the same command plays them again"
     return ""
+
+
+# What the command line says beside a plan: where the work is done, not what is played.
+_BESIDE_PLAN = (
+    *("plan", "url", "timeout", "api_key_file", "ca_file", "workers", "ray", "out", "video"),
+    "patience",
+)
+
+
+class _EntryParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise SelectionError(message)
+
+
+def _refuse_beside_plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    for name, value in vars(options).items():
+        if name not in _BESIDE_PLAN and value not in (parser.get_default(name), []):
+            flag = "SUITE" if name == "suites" else "--" + name.replace("_", "-")
+            raise SelectionError(f"{flag} cannot be given beside --plan: the plan says it")
+
+
+def _evaluate_plan(plan: Plan, options: argparse.Namespace) -> int:
+    """Play the entries that fit the server; the ledger notes each before its first episode."""
+    ledger = Ledger(plan, options.out)
+    planned: list[tuple[Entry, list[RunConfig], ServerInfo | None]] = []
+    left = []
+    for entry in plan.entries:
+        with plan.naming(entry):
+            asked = _entry_options(plan, entry, options)
+            info = describe_server(asked.source)
+            if differing := differences(entry, info):
+                if not ledger.is_complete(entry):
+                    left.append(f"entry {entry.name!r} is not of this server: {differing}")
+                continue
+            runs = _plan_runs(asked, info)
+            ledger.check(entry, runs)
+            planned.append((entry, runs, info))
+    if left and not planned:
+        raise PlanError("\n".join([f"{plan.path}: nothing was played", *left]))
+    require_apart(plan, {entry.name: runs for entry, runs, _ in planned})
+    problem = ""
+    with closing(_workplace(options)) as place:
+        for entry, runs, info in planned:
+            ledger.begin(entry, runs)
+            if problem := _play(runs, info, place, options):
+                break
+            ledger.complete(entry)
+    if left and not problem:
+        problem = "\n".join([*left, "Give the same command with the server of these entries"])
+    code = _conclude([run for _, runs, _ in planned for run in runs], problem, options)
+    sys.stdout.write(f"next: commit {ledger.path}\n")
+    return code
+
+
+def _entry_options(plan: Plan, entry: Entry, given: argparse.Namespace) -> argparse.Namespace:
+    """The options of an entry, with those of the command line that say where it is played."""
+    options = _parser(_EntryParser(allow_abbrev=False)).parse_args(entry.words())
+    for name in _BESIDE_PLAN:
+        setattr(options, name, getattr(given, name))
+    options.look = plan.look
+    options.plan_notes = {"plan": f"{plan.path.name} sha256 {plan.digest}", "entry": entry.name}
+    return _complete(options)

@@ -33,6 +33,7 @@ from deft_client.libero.simulator.suites import Suite
 from deft_client.measures.statistics import LEAST_EPISODES
 from deft_client.types import ServerInfo
 
+DEFAULT_SEED = 7
 _SIMULATOR_PACKAGES = ("hf-libero", "libero", "robosuite", "mujoco", "bddl")
 # Of what a server says in detail: which model it is, and what decides how fast it answers; and
 # of its own method, where no other one is asked for.
@@ -63,7 +64,7 @@ class RunConfig:
     """One run, whole: it is planned once, pickled to the workers and written to `run.json`.
 
     Results are added to a folder only where everything agrees that `header` puts into its options,
-    versions, server and assets; the last three fields may differ from one sitting to the next.
+    versions, server and assets; the last four fields may differ from one sitting to the next.
     """
 
     suite: str
@@ -73,10 +74,11 @@ class RunConfig:
     pacing: Pacing = Pacing.LOCK_STEP
     seam: Seam = Seam.WAIT
     step_limit: int = 0
-    seed: int = 7  # of Python's and numpy's global generators, in every episode
+    seed: int = DEFAULT_SEED  # of Python's and numpy's global generators, in every episode
     look: int | None = None  # at held-out initial states: the first, the second, ...
     assets: str = ""  # what the simulator shows, as results name it
     server: Mapping[str, str] = field(default_factory=dict)  # what it says of itself
+    plan: Mapping[str, str] = field(default_factory=dict)  # which plan it is an entry of
     out: Path = Path("results")  # a folder per run in it
     video: VideoChoice = VideoChoice.NONE
     keys: tuple[TrialKey, ...] = ()  # the episodes that are asked for
@@ -109,7 +111,11 @@ class RunConfig:
             options=self._options(),
             versions=dict(_versions(self.simulator)),
             server=self.server,
-            notes={"url": "" if self.source.factory else self.source.url, "machine": machine},
+            notes={
+                "url": "" if self.source.factory else self.source.url,
+                "machine": machine,
+                **self.plan,
+            },
         )
 
     def _name_parts(self) -> Iterator[str]:
@@ -127,6 +133,8 @@ class RunConfig:
                 yield f"r{source.options.radius}"
             if source.options.want_reasoning:
                 yield "thinking-aloud"
+        if self.seed != DEFAULT_SEED:
+            yield f"seed{self.seed}"
         if (dtype := self.server.get("dtype", "float32")) != "float32":
             yield dtype
         if source.stream:
@@ -190,7 +198,7 @@ def plan_runs(asked: argparse.Namespace, info: ServerInfo | None) -> list[RunCon
     for suite in suites:
         wanted = trained_tasks(suite, info) if asked.tasks == TRAINED else asked.tasks
         keys = select_episodes(suite, wanted, asked.trials, asked.episodes)
-        if asked.final is None:
+        if asked.look is None:
             _refuse_held_out(suite, keys, info)
         for decoding in asked.decoding:
             source = _source(asked.source, suite, decoding, info)
@@ -205,9 +213,10 @@ def plan_runs(asked: argparse.Namespace, info: ServerInfo | None) -> list[RunCon
                         seam=asked.seam,
                         step_limit=asked.step_limit or suite.step_limit,
                         seed=asked.seed,
-                        look=asked.final,
+                        look=asked.look,
                         assets=assets,
                         server=_server(source, info),
+                        plan=asked.plan_notes,
                         out=asked.out,
                         video=asked.video,
                         keys=keys,
@@ -275,8 +284,9 @@ def _refuse_held_out(suite: Suite, keys: Sequence[TrialKey], info: ServerInfo | 
     if info is not None and played:
         raise SelectionError(
             f"{info.policy} holds out initial states {info.held_out[suite.statistics_key]} of "
-            f"{suite.name}: they are played once, with --final, after everything was chosen, since "
-            "a choice made by them spoils them as evidence. Give --trials without them"
+            f"{suite.name}: they are played once, by a committed plan (--plan), after everything "
+            "was chosen, since a choice made by them spoils them as evidence. Give --trials "
+            "without them"
         )
 
 

@@ -132,7 +132,7 @@ def test_one_server_may_be_played_thinking_aloud_and_acting_at_once(tmp_path: Pa
     assert aloud.header.options["reasoning"] == "aloud"
 
 
-def test_states_that_a_policy_holds_out_are_played_at_the_end_alone(
+def test_states_that_a_policy_holds_out_are_not_played_by_the_way(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with tiny_server() as server:
@@ -142,10 +142,6 @@ def test_states_that_a_policy_holds_out_are_played_at_the_end_alone(
         assert "holds out initial states 30-39 of point_world" in capsys.readouterr().err
         assert not server.requests
         assert _evaluate(tmp_path, *arguments[:-1], "29,40") == 0
-        assert _evaluate(tmp_path / "first", *arguments, "--final") == 0
-        assert _evaluate(tmp_path / "again", *arguments, "--final", "2") == 0
-    assert _run(tmp_path / "first").header.options["held-out look"] == "1"
-    assert _run(tmp_path / "again", "look-2-lossless").header.name == "point_world look 2 lossless"
 
 
 def test_a_run_says_which_weights_answered_in_which_format(tmp_path: Path) -> None:

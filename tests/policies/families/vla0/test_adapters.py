@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from deft_client.types import Observation
 from deft_policies.base import ActRequest
+from deft_policies.benchmark.transformers_loops import QwenLoop, QwenPolicy, build_qwen
 from deft_policies.decoding.clock import StageClock
 from deft_policies.errors import CheckpointError
 from deft_policies.families.loading import load_policy, open_model
@@ -20,7 +21,6 @@ from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.families.vla0.model import RepetitionPenalty, Vla0
 from deft_policies.model.formats import Precision
-from scripts.transformers_baseline import QwenLoop, QwenPolicy, build_qwen
 from tests.golden_vla0 import GOLDEN, cameras, variant
 
 RANK, ALPHA = 8, 16
@@ -112,7 +112,7 @@ def test_the_digest_of_weights_is_of_the_adapter_and_its_base(tmp_path: Path) ->
     assert {folder.resolve() for folder in folders} == expected
 
 
-def test_its_penalty_is_the_bases_and_its_pictures_are_named(tmp_path: Path) -> None:
+def test_an_adapter_has_the_penalty_of_its_base_and_named_pictures(tmp_path: Path) -> None:
     """The version that saved the base says nothing of the one that trained the adapter."""
     run = write_run(tmp_path, "new")
     path = tmp_path / "base/config.json"

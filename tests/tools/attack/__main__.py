@@ -1,6 +1,6 @@
 """Floods servers of this machine over real sockets, and tells what held.
 
-python -m tests.attack [--seconds 5] [--only pings] [--seed 0]
+python -m tests.tools.attack [--seconds 5] [--only pings] [--seed 0]
 
 Floods come from another address, each from a process of its own: for every one of them how much the
 server's memory grew, the worst answer of /healthz, and the worst answer to a robot that sends a
@@ -30,8 +30,8 @@ from deft_client.wire import msgpack_codec
 from deft_client.wire.images import ImageEncoding
 from deft_client.wire.messages import ActMessage
 from scripts.local_server import local_server, port_of, read_metric
-from tests.attack.floods import FLOODS, PROXY_FLOODS, TLS_FLOODS, run_flood
 from tests.server.nginx import nginx_before
+from tests.tools.attack.floods import FLOODS, PROXY_FLOODS, TLS_FLOODS, run_flood
 
 WARM_S, CALM_S = 2.0, 3.0
 MOST = {"growth_mb": 100.0, "health_ms": 500.0, "robot_ms": 2000.0}
@@ -64,7 +64,7 @@ class Noticed:
 
 def main() -> int:
     """Attack; return 0 if everything was borne."""
-    parser = argparse.ArgumentParser(prog="tests.attack", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tests.tools.attack", description=__doc__)
     parser.add_argument("--seconds", type=float, default=5.0, help="of every flood [5]")
     parser.add_argument("--only", default="", help="attacks whose name holds this")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,7 +1,6 @@
-"""Demonstrations of nothing in particular, and a loaded tiny target, for training tests."""
+"""Demonstrations of nothing in particular, for tests of whatever reads them."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -14,23 +13,8 @@ from deft_client.datasets.demonstrations import (
     episode_path,
     save_demonstration,
 )
-from deft_draft_training.heads.target import FeatureTarget
-from deft_policies.families.loading import load_policy
-from deft_policies.families.options import ModelOptions
-from deft_policies.model.formats import Precision
-from tests.golden import TINY_OPENVLA, cases
 
 INSTRUCTIONS = ("pick up the butter", "open the top drawer")
-
-
-@lru_cache
-def tiny_target(precision: Precision | None = None, device: str = "cpu") -> FeatureTarget:
-    """The golden checkpoint as a target; loaded once, never changed."""
-    key = cases()[0].statistics_key
-    options = ModelOptions(
-        checkpoint=str(TINY_OPENVLA), statistics_key=key, precision=precision, device=device
-    )
-    return FeatureTarget(load_policy(options))
 
 
 def write_demonstrations(

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from tests.recorder import frozen
+from tests.fake_graphs import frozen
 
 
 def test_a_replay_repeats_operations_on_new_inputs_and_on_memory_outside() -> None:

@@ -116,7 +116,7 @@ def drive_numbered(url: str, seconds: float) -> int:
 
 def ordeal(seconds: float, port: int) -> bool:
     """Kill, stop and blind; print what came of it, and tell whether it is what was promised."""
-    part = [sys.executable, "-m", "tests.check_deadlines", "--port", str(port)]
+    part = [sys.executable, "-m", "tests.tools.check_deadlines", "--port", str(port)]
     serving, driving = [*part, "--serve"], [*part, "--drive", "--seconds", str(seconds)]
     server = subprocess.Popen(serving, stderr=subprocess.DEVNULL)
     robot = subprocess.Popen(driving, stdout=subprocess.PIPE, text=True)

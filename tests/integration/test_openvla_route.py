@@ -16,6 +16,8 @@ from tests.client.peers.captures import act_capture, act_captures
 from tests.golden import TINY_OPENVLA
 from tests.server.running import client_of
 
+pytestmark = pytest.mark.promise
+
 MODEL_CASES = ["plain_extra_key", "encoded"]  # the pictures that are ours to keep
 
 

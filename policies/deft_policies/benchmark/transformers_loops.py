@@ -1,8 +1,8 @@
-"""The baseline that speed is compared with: transformers' own models and loops.
+"""`deft bench --against transformers`: their own models and loops, on the same frames.
 
-Same weights, pixels and prompt. Of OpenVLA only the language model and its loop are theirs, behind
-our towers; of VLA-0 the whole model is. Behind the `Policy` interface, so that it is measured like
-any other policy.
+Same weights, pixels and prompt, in turn at every frame. Of OpenVLA only the language model and its
+loop are theirs, behind our towers; of VLA-0 the whole model is. Behind the `Policy` interface, so
+that it is measured like any other policy.
 """
 
 import logging
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from deft_client.types import ActionChunk, ActOptions, DecodeTrace, Observation, ServerInfo
 from deft_policies.base import ActAnswer, ActRequest
+from deft_policies.benchmark.replay import Contender
 from deft_policies.decoding.clock import Stage, StageClock
 from deft_policies.decoding.sequence import AnswerSpec
 from deft_policies.errors import NoActionError, RequestError
@@ -213,6 +214,11 @@ def baselines_of(policy: VlaPolicy) -> list[TransformersPolicy]:
         qwen = build_qwen(policy.model)
         return [QwenPolicy(policy, loop, qwen) for loop in QwenLoop]
     return [TransformersPolicy(policy, loop) for loop in BaselineLoop]
+
+
+def find_loops(policy: VlaPolicy) -> tuple[list[Contender], str]:
+    """Transformers' loops over the policy's weights, and the name of their own default."""
+    return [Contender(one.name, one) for one in baselines_of(policy)], BaselineLoop.GENERATE.value
 
 
 def find_baseline(policy: VlaPolicy, name: str) -> TransformersPolicy:

@@ -28,16 +28,11 @@ from deft_server.app import create_app
 from deft_server.settings import Settings
 from tests.golden_vla0 import GOLDEN, cameras, variant
 from tests.server.running import client_of, running
+from tests.standins.peers import npy
 from tests.standins.policies import PATIENCE_S, FakePolicy, GatedPolicy, RowByRowPolicy
 
 OPTIONS = ModelOptions(checkpoint=str(GOLDEN / "untied"), precision=Precision.FLOAT32)
 FRAMES = [one for one in variant("untied")["cases"] if one["valid"]]
-
-
-def npy(values: Any, **options: Any) -> str:
-    file = BytesIO()
-    np.save(file, values, **options)
-    return base64.b64encode(file.getvalue()).decode()
 
 
 def asked(frame: dict[str, Any]) -> dict[str, Any]:
@@ -65,7 +60,7 @@ def test_the_stream_has_the_rows_of_the_plain_endpoint(client: TestClient) -> No
     assert list(end) == ["time_taken"]
 
 
-def test_its_clients_ask_whether_the_server_is_there(client: TestClient) -> None:
+def test_clients_of_vla0_ask_whether_the_server_is_there(client: TestClient) -> None:
     for path in ("/", "/health"):
         assert client.get(path).json() == {"status": "ok"}
 

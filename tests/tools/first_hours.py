@@ -1,6 +1,6 @@
 """Plays the first hour of three people in fresh directories, by the commands of the documents.
 
-    python -m tests.first_hours [robot|data|fleet ...] [--steps N]
+    python -m tests.tools.first_hours [robot|data|fleet ...] [--steps N]
 
 robot: serve a checkpoint of one's own, send frames in a loop, replay what was recorded.
 data: episodes to a LeRobot data set, to a draft head, to its committed length, to serving it.
@@ -26,7 +26,7 @@ from deft_client.settings import TlsFiles
 from deft_policies.tiny_libero import CHECKPOINT, STATISTICS_KEY
 from scripts.local_server import local_server
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 INSTRUCTION = "pick up the butter and place it in the basket"
 EXAMPLE = ROOT / "examples/frame.png"
 TARGET = ("--checkpoint", str(CHECKPOINT), "--statistics-key", STATISTICS_KEY)

@@ -1,6 +1,6 @@
 """Sends damaged messages of every protocol to a running server: no 5xx, no hang, no growth.
 
-python -m tests.fuzz_wire --count 10000 [--seed 7]
+python -m tests.tools.fuzz_wire --count 10000 [--seed 7]
 """
 
 import argparse

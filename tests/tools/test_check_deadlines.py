@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.check_deadlines import judge
+from tests.tools.check_deadlines import judge
 
 STOPPED_S = 7.0  # for three seconds
 
@@ -20,7 +20,7 @@ def told(**changes: object) -> dict[str, object]:
     return {**said, **changes}
 
 
-def test_what_is_promised_passes():
+def test_the_judge_passes_an_ordeal_as_promised():
     assert judge(told(), STOPPED_S, STOPPED_S + 3.0)
 
 

@@ -203,6 +203,6 @@ def test_answers_beyond_the_statistics_are_clamped_and_say_so(policy: VlaPolicy)
             assert chunk.intervention is (Intervention.CLAMP if exceeds else None)
 
 
-def test_its_info_says_what_it_looks_at(client: TestClient) -> None:
+def test_info_says_which_pictures_and_state_an_oft_policy_looks_at(client: TestClient) -> None:
     info = client.get("/v1/info").json()
     assert (info["num_pictures"], info["state_dim"]) == (2, 8)

@@ -52,7 +52,6 @@ def _wait_until(holds: Callable[[], bool]) -> None:
 
 
 @pytest.mark.timeout(600)  # Ray starts eight processes, and on a busy machine slowly
-@pytest.mark.long(seconds=50)
 def test_a_killed_replica_changes_no_answer_and_comes_back() -> None:
     pytest.importorskip("ray", reason="needs Ray: make install-ray")
     with local_server(*FLAGS) as url:
