@@ -2,7 +2,8 @@
 
 The pages are written for the repository's own view of files. Here links that leave docs lead to
 the repository, or become plain text where `repo_url` does not say where that is; pages from
-outside docs, such as the README, join the site; and the marks of reference pages are filled.
+outside docs, such as the README, join the site; the pages of the methods find their place in the
+navigation; and the marks of reference pages are filled.
 """
 
 import posixpath
@@ -10,8 +11,9 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from deft_policies.methods import READING_ORDER
 from scripts.reference_pages import filled
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 DOCS = "docs"
+METHODS = "methods/*.md"
 # Pages of the repository and what they are called on the site.
 OUTSIDE = {
     "README.md": "index.md",
@@ -33,6 +36,28 @@ OUTSIDE = {
 }
 _CODE = re.compile(r"^ *```.*?^ *```$", re.M | re.S)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#:]*)(#[^)\s]*)?\)")
+
+
+def on_config(config: "MkDocsConfig") -> "MkDocsConfig":
+    """Put the pages of the methods where the navigation says `methods/*.md`."""
+    config.nav = with_methods(config.nav)
+    return config
+
+
+def with_methods(nav: Any) -> Any:
+    """A navigation with the methods' pages in it: a new method needs no line of its own."""
+    if isinstance(nav, dict):
+        return {title: with_methods(entry) for title, entry in nav.items()}
+    if not isinstance(nav, list):
+        return nav
+    return _method_pages() if nav == [METHODS] else [with_methods(entry) for entry in nav]
+
+
+def _method_pages() -> list[str]:
+    order = {name: place for place, name in enumerate(READING_ORDER)}
+    found = (path.stem for path in (ROOT / DOCS / "methods").glob("*.md"))
+    names = sorted(found, key=lambda name: (order.get(name, len(order)), name))
+    return [METHODS.replace("*", name) for name in names]
 
 
 def on_files(files: "Files", config: "MkDocsConfig") -> "Files":

@@ -110,19 +110,11 @@ def table_of_rules(modules: Mapping[str, ModuleType]) -> str:
 
 
 def table_of_plans() -> str:
-    """What the plans that no method brings draft, and from which trees."""
-    lines = ["| plan | in the prefill | in later passes | trees | for |", "|---|---|---|---|---|"]
-    kinds = (((PLAIN, *OUR_PLANS), "actions"), (TEXT_PLANS, "texts"), (NUMBER_PLANS, "numbers"))
-    for plans, what in kinds:
-        for one in plans:
-            before, later = (", ".join(some) or "nothing" for some in (one.prefill, one.rounds))
-            shape = _describe_shape(one.shape) if _grows_trees(one) else ""
-            lines.append(f"| `{one.name}` | {before} | {later} | {shape} | {what} |")
+    """What the plans that no method brings guess, and when."""
+    lines = ["| plan | what is guessed when |", "|---|---|"]
+    plans = (PLAIN, *OUR_PLANS, *TEXT_PLANS, *NUMBER_PLANS)
+    lines += [f"| `{one.name}` | {one.meaning} |" for one in plans]
     return "\n" + "\n".join(lines) + "\n\n"
-
-
-def _grows_trees(plan: Plan) -> bool:
-    return "head" in plan.kinds
 
 
 def _paragraph(text: str) -> str:

@@ -38,10 +38,11 @@ def _program_of(stem: str) -> str:
 
 def _command(stem: str) -> str:
     """The first thing that the file says, without what follows an unknown flag."""
-    words = stem.split("_")
-    _, _, rest = (HELPS / f"{stem}.txt").read_text("utf-8").partition("exit code 0\n")
-    said = re.split(r"^\$ ", rest, maxsplit=1, flags=re.M)[0].strip()
-    return f"{'#' * min(1 + len(words), 4)} {' '.join(words)}\n\n```text\n{said}\n```"
+    typed, _, rest = (HELPS / f"{stem}.txt").read_text("utf-8").partition("\n")
+    command = typed.removeprefix("$ ").removesuffix(" --help")
+    command = re.sub(r"^deft serve (\w+)$", r"deft serve --policy \1", command)
+    said = re.split(r"^\$ ", rest.partition("\n")[2], maxsplit=1, flags=re.M)[0].strip()
+    return f"{'#' * (2 + (' ' in command))} {command}\n\n```text\n{said}\n```"
 
 
 def settings() -> str:

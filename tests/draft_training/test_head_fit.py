@@ -167,11 +167,15 @@ def test_steps_follow_from_the_number_of_samples(num_samples, steps, warm_up_ste
         FitConfig(steps=0)
 
 
-def test_judging_says_how_many_actions_are_left(demos, capsys):
+def test_judging_says_how_many_actions_are_left(demos, capsys, monkeypatch):
+    monkeypatch.setattr("deft_policies.progress._LINE_EVERY_S", 0.0)
     frames = held_out_frames(EpisodeSource((demos,)))
     setups = [DraftSetup(kind, (kind,)) for kind in (kinds.PREVIOUS, kinds.EXTRAPOLATION)]
     assert len(list(evaluate(tiny_target().policy, frames, setups, [0, 9]))) == 4
-    assert f"/{4 * sum(map(len, frames))} [" in capsys.readouterr().err
+    total = sum(map(len, frames))
+    told = capsys.readouterr().err
+    assert f"previous r=0: {total} of {total} actions, about 0 s left" in told
+    assert f"extrapolation r=9: 1 of {total} actions, about " in told
 
 
 def test_two_processes_take_the_steps_that_one_takes(tmp_path, shards):

@@ -166,7 +166,7 @@ def run(given: Namespace) -> int:
     for directory in given.head:
         sys.stderr.write(_warning(directory, chosen))
     source = EpisodeSource(tuple(given.sources), 1, read_cameras(given))
-    held_out = held_out_frames(source, chosen)
+    held_out: Sequence[Sequence[Observation]] = held_out_frames(source, chosen)
     if given.frames is not None:
         held_out = _first_of_each(held_out, given.frames)
     asked = _digest(given, target, held_out)

@@ -19,6 +19,8 @@ chain, `block-tree` a tree over the places of one block, `block-relaxed` accepts
 Spec-VLA does.
 
 Left out: gated and recurrent Markov heads, and prices of widths: verified is what is likely enough.
+
+Numbers: none: no block head ships.
 """
 
 from deft_policies.decoding.plan import TreeShape, plan
