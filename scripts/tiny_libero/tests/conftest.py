@@ -1,0 +1,3 @@
+"""Properties draw what those of the product draw."""
+
+import tests.conftest  # noqa: F401
