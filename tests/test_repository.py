@@ -106,7 +106,7 @@ def test_a_test_in_quarantine_says_what_is_known_of_it():
 
 
 def test_what_to_type_for_libero_names_the_pinned_versions():
-    pins = (ROOT / "requirements" / "libero.txt").read_text()
+    pins = (ROOT / "locks" / "libero.txt").read_text()
     named = re.findall(r"(bddl|hf-libero|robosuite)==([\d.]+)", HOW_TO_INSTALL)
     assert len(named) == 3
     assert named == re.findall(r"^(bddl|hf-libero|robosuite)==([\d.]+)", pins, re.M)
@@ -159,7 +159,7 @@ def test_the_server_asks_for_the_client_of_its_own_version():
 def test_a_library_whose_private_parts_are_used_has_an_upper_bound(project):
     """Renamed, they would be missing silently: deadlines of calls, limits of connections."""
     inside = {"httpcore", "httpx", "prometheus-client", "uvicorn", "websockets"}
-    pins = (ROOT / "requirements" / "ci.txt").read_text()
+    pins = (ROOT / "locks" / "all.txt").read_text()
     tested = dict(re.findall(r"^([\w-]+)==([\w.]+)", pins, re.M))
     needed = {name: one for name, one in needed_by(project).items() if name in inside}
     assert len(needed) == 3
@@ -171,13 +171,33 @@ def test_a_library_whose_private_parts_are_used_has_an_upper_bound(project):
 def test_no_pin_excludes_what_the_packages_ask_for():
     """Each name in the constraints is there once per platform, and exactly pinned."""
     seen = set()
-    for line in (ROOT / "requirements" / "ci.txt").read_text().splitlines():
+    for line in (ROOT / "locks" / "all.txt").read_text().splitlines():
         if line and not line.startswith("#"):
             match = re.fullmatch(r"([A-Za-z0-9_.-]+)==[\w.+!]+( ; .+)?", line)
             assert match, f"not a pin: {line}"
             key = (match[1].lower().replace("_", "-"), match[2])
             assert key not in seen, f"pinned twice: {line}"
             seen.add(key)
+
+
+@pytest.mark.parametrize("project", PROJECTS)
+def test_the_lock_has_what_the_packages_ask_for(project):
+    text = (ROOT / "locks" / "all.txt").read_text()
+    pins = dict(re.findall(r"^([\w.-]+)==([\w.]+)", text, re.M))
+    asked = {name: one for name, one in needed_by(project).items() if name != "deft-client"}
+    names = {name: name.lower().replace("_", "-") for name in asked}
+    report(f"{name}: not in the lock" for name in asked if names[name] not in pins)
+    report(
+        f"{name}{one}: the lock has {pins[names[name]]}"
+        for name, one in asked.items()
+        if not one.contains(pins[names[name]])
+    )
+
+
+def test_locks_name_no_package_index():
+    for path in (ROOT / "locks").iterdir():
+        assert "://" not in path.read_text(), path.name
+        assert "index-url" not in path.read_text(), path.name
 
 
 def test_the_search_for_paths_finds_what_it_is_for():
@@ -232,7 +252,7 @@ def test_the_search_in_workflows_finds_what_it_is_for():
 
 
 def test_files_that_make_names_exist():
-    named = re.findall(r"(?<![\w.$/-])((?:tests|requirements|\.ci)/[\w./-]+)", MAKEFILE)
+    named = re.findall(r"(?<![\w.$/-])((?:tests|locks|\.ci)/[\w./-]+)", MAKEFILE)
     assert len(named) >= 5
     report(f"Makefile: no {name}" for name in named if not (ROOT / name).exists())
 

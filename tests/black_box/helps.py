@@ -2,7 +2,6 @@
 
 from tests.black_box.product import CLIENT, SERVER, run
 
-TINY_LIBERO = "scripts.tiny_libero.__main__"
 # The name of the recording, where the command's `main` is, and its arguments.
 COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "deft": (SERVER, ()),
@@ -33,10 +32,6 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "deft-client datasets": (CLIENT, ("datasets",)),
     "scripts.bench decoding": ("scripts.bench.decoding", ()),
     "scripts.reproduce": ("scripts.reproduce.__main__", ()),
-    "scripts.tiny_libero": (TINY_LIBERO, ()),
-    "scripts.tiny_libero demos": (TINY_LIBERO, ("demos",)),
-    "scripts.tiny_libero train": (TINY_LIBERO, ("train",)),
-    "scripts.tiny_libero correct": (TINY_LIBERO, ("correct",)),
 }
 
 

@@ -91,7 +91,7 @@ def load_config(
 
 
 def load_training(directory: Path) -> TrainingNotes:
-    """What `python -m scripts.tiny_libero train` noted; published checkpoints have no such file."""
+    """What `python -m tiny_libero_recipe train` noted; published checkpoints have no such file."""
     path = directory / TRAINING_FILE
     if not path.exists():
         return TrainingNotes()

@@ -13,10 +13,10 @@ from deft_policies.checkpoint.open import Checkpoint, load_model, locate_checkpo
 from deft_policies.model.prompt import PromptTemplate
 from deft_policies.model.sizes import OpenVLAConfig
 from deft_policies.model.tensor_names import tensor_places
-from scripts.tiny_libero.checkpoint_writer import write_checkpoint
-from scripts.tiny_libero.tokenizer import build_tokenizer
 from tests import golden
 from tests.tiny_openvla import CPU, tiny_config
+from tiny_libero_recipe.checkpoint_writer import write_checkpoint
+from tiny_libero_recipe.tokenizer import build_tokenizer
 
 INSTRUCTIONS = ("pick up the red mug", "open the drawer")
 

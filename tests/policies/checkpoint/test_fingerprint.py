@@ -7,8 +7,6 @@ import torch
 from safetensors.torch import load_file
 
 from deft_policies.checkpoint.open import load_model
-from scripts.tiny_libero.checkpoint_writer import write_checkpoint
-from scripts.tiny_libero.tokenizer import build_tokenizer
 from tests import golden
 from tests.policies.checkpoint.checkpoint_files import (
     INSTRUCTIONS,
@@ -16,6 +14,8 @@ from tests.policies.checkpoint.checkpoint_files import (
     random_tensors,
 )
 from tests.tiny_openvla import CPU, tiny_config
+from tiny_libero_recipe.checkpoint_writer import write_checkpoint
+from tiny_libero_recipe.tokenizer import build_tokenizer
 
 LORA = golden.GOLDEN / "lora" / "plain"
 

@@ -23,8 +23,6 @@ from deft_policies.checkpoint.tensor_file import find_tensors
 from deft_policies.errors import CheckpointError, DeviceError
 from deft_policies.model.formats import Quantization
 from deft_policies.model.tensor_names import tensor_places
-from scripts.tiny_libero.checkpoint_writer import write_checkpoint
-from scripts.tiny_libero.tokenizer import build_tokenizer
 from tests import golden
 from tests.policies.checkpoint.checkpoint_files import (
     edit_json,
@@ -39,6 +37,8 @@ from tests.policies.checkpoint.checkpoint_files import (
     write_tiny,
 )
 from tests.tiny_openvla import CPU, tiny_config
+from tiny_libero_recipe.checkpoint_writer import write_checkpoint
+from tiny_libero_recipe.tokenizer import build_tokenizer
 
 GOLDEN_NAME = "language_model.model.layers.1.mlp.up_proj.weight"
 SHARD_BYTES = 40_000

@@ -21,11 +21,11 @@ from deft_policies.families.policy import VlaPolicy
 from deft_policies.memory import SessionMemory
 from deft_policies.model.sizes import OpenVLAConfig, find_action_tokens
 from deft_policies.model.statistics import ActionStatistics
-from scripts.tiny_libero.checkpoint_writer import write_checkpoint
-from scripts.tiny_libero.tokenizer import build_tokenizer
 from tests import golden
 from tests.policies.checkpoint.checkpoint_files import random_tensors
 from tests.tiny_openvla import tiny_config
+from tiny_libero_recipe.checkpoint_writer import write_checkpoint
+from tiny_libero_recipe.tokenizer import build_tokenizer
 
 KEY = "libero_spatial"
 GOLDEN = ModelOptions(

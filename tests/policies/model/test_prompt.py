@@ -7,8 +7,8 @@ import pytest
 from deft_policies.checkpoint.config import load_encoder
 from deft_policies.errors import CheckpointError
 from deft_policies.model.prompt import PromptEncoder, PromptTemplate
-from scripts.tiny_libero.tokenizer import build_tokenizer, write_tokenizer
 from tests import golden
+from tiny_libero_recipe.tokenizer import build_tokenizer, write_tokenizer
 
 INSTRUCTIONS = ("pick up the red mug", "open the top drawer", "put the bowl on the stove")
 LLAMA_VOCABULARY = 32000

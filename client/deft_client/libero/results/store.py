@@ -38,11 +38,12 @@ _FOLDER = "folder"  # what packed headers say first
 PACKED_FILE = f"{EPISODES_FILE}.gz"  # the same lines as they are kept in a repository
 
 # What headers of earlier versions call the simulators and policies that have names now.
-_EXPERT = "scripts.tiny_libero.expert_policy:expert"
+_EXPERT = "tiny_libero_recipe.expert_policy:expert"
 _NAMES_NOW = {
     ("environment", "deft_client.libero.environment:open_environment"): "libero",
     ("policy_factory", "deft_client.libero.expert_policy:build_expert"): _EXPERT,
     ("policy_factory", "expert"): _EXPERT,
+    ("policy_factory", "scripts.tiny_libero.expert_policy:expert"): _EXPERT,
 }
 
 

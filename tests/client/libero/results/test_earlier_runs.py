@@ -15,7 +15,7 @@ from deft_client.libero.results.store import ResultsStore, RunHeader, load_run
 from tests.golden import GOLDEN
 
 OLD = GOLDEN / "evaluation_folder"
-EXPERT = "scripts.tiny_libero.expert_policy:expert"
+EXPERT = "tiny_libero_recipe.expert_policy:expert"
 # Neither LIBERO's meshes nor its MuJoCo need to be installed to read what was written.
 COMMAND = ["libero_object", "--local-policy", EXPERT, "--any-mujoco"]
 
