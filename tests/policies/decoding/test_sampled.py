@@ -353,6 +353,7 @@ def exact_odds(
     return [first, first @ second, joint @ third]
 
 
+@pytest.mark.timeout(900)  # four thousand actions, on a machine that may do other work
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [(kinds.HEAD, TREE), (kinds.SMALL_MODEL, TreeShape.chain(3))],
