@@ -1,4 +1,4 @@
-"""Write docs/methods and the tables of docs/decoding.md from the files of the methods.
+"""Write docs/methods and the tables of docs/decoding.md and docs/guard.md from the methods' files.
 
 python -m scripts.method_pages          write them
 python -m scripts.method_pages --check  say which are not current
@@ -14,22 +14,32 @@ from types import ModuleType
 
 from deft_policies.decoding.acceptance.rule import AcceptanceRule
 from deft_policies.decoding.methods import AUTOREGRESSIVE, find_method
-from deft_policies.decoding.plan import PLANS, Plan, TreeShape
+from deft_policies.decoding.plan import (
+    NUMBER_PLANS,
+    OUR_PLANS,
+    PLAIN,
+    PLANS,
+    TEXT_PLANS,
+    Plan,
+    TreeShape,
+)
 from deft_policies.decoding.plugins import method_files
 from deft_policies.errors import RequestError
 
 ROOT = Path(__file__).parents[1]
 _ANY_RADIUS = 3  # bins: no rule's default
 FOLDER, PAGE = ROOT / "docs" / "methods", ROOT / "docs" / "decoding.md"
+GUARD = ROOT / "docs" / "guard.md"
 
 
 def pages() -> dict[Path, str]:
-    """Every page as it should be, by path; docs/decoding.md with its tables."""
+    """Every page as it should be, by path; those written by hand with their tables."""
     modules = {name: one for name, one in method_files().items() if isinstance(one, ModuleType)}
     found = {FOLDER / f"{name}.md": page_of(name, one) for name, one in modules.items()}
     text = PAGE.read_text(encoding="utf-8")
     text = _replaced(text, "methods", table_of_methods(modules))
     found[PAGE] = _replaced(text, "rules", table_of_rules(modules))
+    found[GUARD] = _replaced(GUARD.read_text(encoding="utf-8"), "plans", table_of_plans())
     return found
 
 
@@ -99,6 +109,14 @@ def table_of_rules(modules: Mapping[str, ModuleType]) -> str:
     return "\n" + "\n".join(lines) + "\n\n"
 
 
+def table_of_plans() -> str:
+    """What the plans that no method brings guess, and when."""
+    lines = ["| plan | what is guessed when |", "|---|---|"]
+    plans = (PLAIN, *OUR_PLANS, *TEXT_PLANS, *NUMBER_PLANS)
+    lines += [f"| `{one.name}` | {one.meaning} |" for one in plans]
+    return "\n" + "\n".join(lines) + "\n\n"
+
+
 def _paragraph(text: str) -> str:
     if text.startswith("    "):
         return f"```\n{re.sub('^    ', '', text, flags=re.M)}\n```"
@@ -106,19 +124,20 @@ def _paragraph(text: str) -> str:
 
 
 def _linked(text: str) -> str:
-    """Links in place of pages of docs, and of sections of docs/results.md in quotes."""
-    is_results = "docs/results.md" in text
-    text = re.sub(r"docs/results\.md,\s+", "", text)
-    text = re.sub(r"docs/(\w+)\.md", r"[\1.md](../\1.md)", text)
-    if not is_results:
-        return text
+    """Links in place of pages of docs, and of their sections: `docs/a.md, "One" and "Two"`."""
 
-    def link(found: re.Match[str]) -> str:
-        heading = " ".join(found[1].split())
-        slug = re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
-        return f"[{heading}](../results.md#{slug})"
+    def sections(found: re.Match[str]) -> str:
+        page, quoted = found[1], found[2]
+        return re.sub(r'"([^"]+)"', lambda one: _section(page, one[1]), quoted)
 
-    return re.sub(r'"([^"]+)"', link, text)
+    text = re.sub(r'docs/([\w/]+\.md),\s+((?:"[^"]+"(?:\s+and\s+)?)+)', sections, text)
+    return re.sub(r"docs/([\w/]+)\.md", r"[\1.md](../\1.md)", text)
+
+
+def _section(page: str, words: str) -> str:
+    heading = " ".join(words.split())
+    slug = re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+    return f"[{heading}](../{page}#{slug})"
 
 
 def _fields_of(rule: type[AcceptanceRule]) -> list[str]:

@@ -5,14 +5,15 @@ import shutil
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from tests import golden
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ECOT = golden.GOLDEN / "ecot"
 ONE_TOWER = ECOT / "one_tower"
@@ -38,6 +39,8 @@ def picture_path(name: str) -> Path:
 
 def write(directory: Path, folder: Path = ECOT) -> Path:
     """A whole checkpoint: the tiny OpenVLA with what a folder changes about it."""
+    from safetensors.torch import load_file, save_file  # expected answers are read without torch
+
     shutil.copytree(golden.TINY_OPENVLA, directory)
     meta = expected(folder)["meta"]
     for name in meta.get("replaced_files", ()):
@@ -54,7 +57,7 @@ def write(directory: Path, folder: Path = ECOT) -> Path:
     return directory
 
 
-def _overlaid(weights: dict[str, Tensor], changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _overlaid(weights: dict[str, "Tensor"], changes: Mapping[str, "Tensor"]) -> dict[str, "Tensor"]:
     """NAME.rows with NAME.row_ids replace rows, other names whole tensors."""
     for name, change in changes.items():
         base = name.removesuffix(".rows")

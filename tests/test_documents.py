@@ -24,7 +24,7 @@ from tests.client.hostile_servers import dripping, frozen, holding_up, withholdi
 from tests.client.libero.episodes import header
 from tests.client.libero.episodes import record as episode
 from tests.client.samples import frame
-from tests.draft_training.made_up import write_demonstrations
+from tests.demonstrations import write_demonstrations
 from tests.repository import ROOT, DocumentedCommand, documented_commands, documents, name_of
 from tests.server.commands.test_replay import record
 from tests.typed import MODULES, assert_known, main_of, next_command
@@ -37,7 +37,18 @@ PAGES_SCRIPT, PAGES_INDEX = (
 ASKED = r"""(?:-F instruction=|deft-client act \S+ |"instruction": )["'](\w[^"']+)["']"""
 COMMANDS = documented_commands()
 FLAGS_OF_MAKE = {"EVAL_FLAGS": ["deft-client", "eval"], "SERVE_FLAGS": ["deft", "serve"]}
-NOT_OURS = {"ray", "cd", "docker", "export", "git", "torchrun", "for", "done", ".venv/bin/pytest"}
+NOT_OURS = {
+    "ssh-keygen",
+    "ray",
+    "cd",
+    "docker",
+    "export",
+    "git",
+    "torchrun",
+    "for",
+    "done",
+    ".venv/bin/pytest",
+}
 
 NOT_RUN = "|".join(  # only parsed
     (
@@ -46,6 +57,8 @@ NOT_RUN = "|".join(  # only parsed
         # Never ends, takes hours in the simulator, measures the machine, or needs weights.
         r"deft (serve|plan|reproduce)|deft train (policy|correct)",
         r"deft-client (demos|assets|compare|eval (libero|--plan))",
+        # Needs an environment with a model's own code, or a report of one.
+        r"deft doctor .*--(against|check-report)|ssh-keygen",
         r".*openvla-7b",
     )
 )

@@ -106,3 +106,18 @@ def test_the_watch_sees_what_it_is_for(tmp_path):
     )
     for expected in ("environment variable HOME", "open '/dev/null'", "started a thread"):
         assert expected in run.stdout
+
+
+# Collects tests as pytest does, in a process in which torch cannot be imported.
+COLLECTION_WITHOUT_TORCH = """
+import sys
+sys.modules.update(dict.fromkeys(("torch", "transformers")))
+import pytest
+sys.exit(pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", *sys.argv[1:]]))
+"""
+
+
+def test_tests_of_the_client_and_the_server_import_no_torch():
+    command = [sys.executable, "-c", COLLECTION_WITHOUT_TORCH, "tests/client", "tests/server"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert run.returncode == 0, run.stdout + run.stderr

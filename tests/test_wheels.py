@@ -101,7 +101,6 @@ def test_the_policy_in_the_wheel_answers_a_picture(installed: Path, tmp_path: Pa
     assert '"action": [' in run.stdout
 
 
-@pytest.mark.long(seconds=20)
 def test_installed_wheels_serve_a_picture_that_curl_sends(installed: Path, tmp_path: Path) -> None:
     """An environment with the wheels alone; what they need is that of these tests."""
     home = tmp_path / "venv"

@@ -8,13 +8,16 @@ from deft_policies.model.kernels.launch import Arguments, Constants, FusedKernel
 
 
 class Counted:
-    """Starts programs and remembers which."""
+    """Starts programs and remembers which; where they are only counted, it starts none."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_run: bool = True) -> None:
         self.launched: list[str] = []
+        self.is_run = is_run
 
     def __call__(self, kernel: Any, grid: Grid, arguments: Arguments, constants: Constants) -> None:
         self.launched.append(kernel.fn.__name__)
+        if not self.is_run:
+            return
         with _disable_current_modes():  # the interpreter's own operations are no launches
             start(kernel, grid, arguments, constants)
 

@@ -49,14 +49,18 @@ def describe_progress() -> str:
 
 
 @contextmanager
-def shown(every_s: float = _LINE_EVERY_S) -> Iterator[None]:
-    """Write what is done just now to standard error, now and then, while a block runs."""
-    ended = Event()
+def shown(every_s: float = _LINE_EVERY_S, written: Event | None = None) -> Iterator[None]:
+    """Write what is done just now to standard error, now and then, while a block runs.
+
+    `written` is set when a line is.
+    """
+    ended, written = Event(), written or Event()
 
     def show() -> None:
         while not ended.wait(every_s):
             if text := describe_progress():
                 _say(text)
+                written.set()
 
     thread = Thread(target=show, name="deft-progress", daemon=True)
     thread.start()

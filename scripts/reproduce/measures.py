@@ -27,8 +27,6 @@ from deft_client.measures.speculation import Speculation, speculation_of
 from deft_client.measures.speed import SpeedUp
 from deft_client.measures.statistics import LEAST_EPISODES, bootstrap_interval
 from deft_client.measures.table import NOTHING, share_text
-from deft_policies.decoding.methods import find_method
-from scripts.reproduce.full_size import HeadWork, action_ms
 from scripts.reproduce.study import ReproductionError, Row
 
 MARGIN = 0.05  # of success, in shares: a loss as large as this is to be ruled out
@@ -67,21 +65,6 @@ class RowResults:
         if self.timed is None or self.plain is None:
             return None
         return speedup_of(self.timed, self.plain.timed)
-
-    @cached_property
-    def full_size_ms(self) -> float | None:
-        """What a replayed frame takes there; None where something drafts at an unknown cost."""
-        options = {} if self.replayed is None else self.replayed.header.options
-        if not options.get("head_levels"):
-            return None
-        method = find_method(options["decoding"])
-        head = HeadWork(
-            int(options["head_levels"]),
-            any(plan.shape.is_full_depth for plan in method.plans),
-            method.whole_vocabulary,
-        )
-        answers = answers_of(self.replayed)
-        return float(np.mean([action_ms(one.guesses, one.accepted, head) for one in answers]))
 
     @cached_property
     def apart(self) -> Comparison | None:
@@ -230,11 +213,6 @@ def _speedup(results: RowResults, _: str) -> Cell:
         return _EMPTY
     text = f"{found.times:.2f}x ({found.interval:.2f}; medians {found.of_medians:.2f}x)"
     return text, found.times
-
-
-def _full_speedup(results: RowResults, _: str) -> Cell:
-    own, plain = results.full_size_ms, results.baseline.full_size_ms
-    return _number(plain / own if own and plain else None, ".2f", "x")
 
 
 def _phase_passes(results: RowResults, name: str) -> Cell:
@@ -394,7 +372,7 @@ MEASURES: Mapping[str, Measure] = MappingProxyType(
         ),
         "committed": Measure(
             "committed length",
-            "tokens that a pass with guesses settles, the accepted ones and one more, "
+            "tokens that a pass with drafts commits, the accepted ones and one more, "
             "with a 95% interval over episodes",
             _committed,
         ),
@@ -415,18 +393,21 @@ MEASURES: Mapping[str, Measure] = MappingProxyType(
         ),
         "served-passes": Measure(
             "passes, as served",
-            "the same of the frames that were timed, with the plans that the guard chose",
+            "forward passes for an action of the frames that were timed, with the plans that the "
+            "guard chose",
             lambda one, _: _passes(one.timed),
             is_time=True,
         ),
         "served-equal": Measure(
             "equal actions, as served",
-            "actions of these frames whose tokens are all those of plain decoding",
+            "actions of the timed frames whose tokens are all those of plain decoding",
             lambda one, _: _share_equal(one.timed, one.baseline.timed),
             is_time=True,
         ),
         "mm": Measure("mm from plain", "mean distance of the commanded motions", _deviation_of(0)),
-        "deg": Measure("degrees from plain", "the same of the turns", _deviation_of(1)),
+        "deg": Measure(
+            "degrees from plain", "mean distance of the commanded turns", _deviation_of(1)
+        ),
         "accepted": Measure(
             "{} accepted", "share of the passes with guesses that accepted so many", _share
         ),
@@ -443,7 +424,7 @@ MEASURES: Mapping[str, Measure] = MappingProxyType(
             is_time=True,
         ),
         "judge-ms": Measure(
-            "acceptance, ms a pass", "choosing which guesses stand", _judging, is_time=True
+            "acceptance, ms a pass", "choosing which drafts are accepted", _judging, is_time=True
         ),
         "draft-ms": Measure(
             "drafting ms",
@@ -471,18 +452,9 @@ MEASURES: Mapping[str, Measure] = MappingProxyType(
             _speedup,
             is_time=True,
         ),
-        "full-size": Measure(
-            "7B on an H200, ms (arithmetic)",
-            "what OpenVLA-7B's passes must read or compute over that device's rates, had it these "
-            "guesses: nothing was run",
-            lambda one, _: _number(one.full_size_ms, ".1f"),
-        ),
-        "full-speedup": Measure(
-            "times as fast there (arithmetic)", "plain decoding's over the row's", _full_speedup
-        ),
         "lesson": Measure(
             "{}",
-            "behind the prefill: acceptance is the chance that a guess stands, length the "
+            "behind the prefill: acceptance is the chance that a draft is accepted, length the "
             "guesses of a pass, cost that of one guess in plain passes; predicted follows from "
             "these three, measured is committed tokens over the time spent",
             _lesson,

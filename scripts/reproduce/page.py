@@ -3,7 +3,9 @@
 The same lines give the same bytes. A page of prose quotes by a block, which begins with
 `<!-- from DIR#STUDY/TABLE -->` (or `DIR#facts`, `DIR#legend`, `DIR#choices`; of an evaluation's
 runs, packed or not, `PATH#runs`, `PATH#beside/RUN`, `PATH#tasks`, `PATH#times`) and ends with
-`<!-- end -->`; its content is made from the lines in DIR, a path beside the page.
+`<!-- end -->`; its content is made from the lines in DIR, a path beside the page. A page says once
+what a column means: under the first table that says it, and `DIR#legend` has the columns of the
+page's tables.
 """
 
 import difflib
@@ -13,6 +15,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
 from deft_client.files import write_atomically
@@ -52,10 +55,12 @@ from scripts.reproduce.study import (
 
 PAGE, FACTS, STUDIES, STRIP = "page.md", "environment.json", "studies", "plots/frames.png"
 PACKED = ".jsonl.gz"
+LEGEND = "legend"
 _KINDS = (record.FRAMES, record.TIMED, played.FOLDER)
 _STEP = "step"  # the x of a plot over one episode
 _PLAIN_NAMES = {PLAIN: "plain"}  # what sentences call a baseline
 _BLOCK = re.compile(r"(<!-- from ([^#\s]+)#(\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+_OF_A_GPU = re.compile(r"<!-- gpu .*?<!-- end of gpu -->", re.DOTALL)  # scripts.bench.gpu.page
 _START = "<!-- from "
 _CODE = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)", re.DOTALL)
 _MEASURED = re.compile(r"\d+\.\d+|\d+\s?%|\d+\s?(ms|mm|s|points|times|of \d+)\b")
@@ -274,20 +279,20 @@ def _table(results: ResultsFolder, table: Table) -> str:
 
 
 def _said_of_times(rows: Sequence[RowResults]) -> Iterator[str]:
-    """Which frames were timed, and of which rows no speed-up is told."""
+    """Which frames were timed, and for which rows no speed-up is reported."""
     timed = next((one.timed for one in rows if one.timed is not None), None)
     if timed is None:
         return
     worked = sum(one.worked_s for one in timed.records)
     spent = sum(one.timings.round_trip_ms for one in answers_of(timed)) / 1000
-    share = f"; the first row had {worked / spent:.0%} of a core" if worked else ""
-    yield f"Times are of {timed.header.assets}, rows in turn at every frame{share}."
+    share = f"; the first row's thread had {worked / spent:.0%} of a core" if worked else ""
+    yield f"Times are of {timed.header.assets}; methods alternated frame by frame{share}."
     doubts: dict[tuple[str, ...], list[str]] = {}
     for one in rows:
         if one.speedup is not None and one.speedup.doubts:
             doubts.setdefault(one.speedup.doubts, []).append(one.row.name)
     for why, names in doubts.items():
-        yield f"No speed-up here is told of {', '.join(names)}: {'; '.join(why)}."
+        yield f"No speed-up is reported for {', '.join(names)}: {'; '.join(why)}."
 
 
 def _conclusions(rows: Sequence[RowResults]) -> Iterator[str]:
@@ -363,26 +368,41 @@ def check(path: Path) -> list[str]:
         text = path.read_text("utf-8")
         quoted = _differences(path.name, text, fill(text, path.parent))
         # Pages that are no results have other numbers, too: sizes, versions, limits.
-        measured = _MEASURED if path.name == "results.md" else _OF_EPISODES
+        is_results = path.name == "results.md" or path.resolve().parent.name == "results"
+        measured = _MEASURED if is_results else _OF_EPISODES
         return [*quoted, *_loose_numbers(path.name, text, measured)]
-    inside = sorted(one.parent for one in path.glob(f"*/{FACTS}"))
-    if not inside or (path / FACTS).exists():
+    inside = _folders_in(path)
+    if not inside:
         return list(_check_folder(ResultsFolder(path)))
     pages = quoting_pages(path)
     found = [f"{one.name}: {note}" for one in inside for note in _check_folder(ResultsFolder(one))]
     return found + [note for page in pages for note in check(page)]
 
 
+def _folders_in(path: Path) -> list[Path]:
+    """The folders of results in a folder that is none itself."""
+    is_results = (path / FACTS).exists()
+    return [] if is_results else sorted(one.parent for one in path.glob(f"*/{FACTS}"))
+
+
 def quoting_pages(results: Path) -> list[Path]:
     """Pages of the repository around a folder of results that quote lines."""
     root = results.resolve().parents[1]
-    pages = [*root.glob("*.md"), *results.resolve().parent.glob("*.md")]
+    folder = results.resolve()
+    pages = [*root.glob("*.md"), *folder.parent.glob("*.md"), *folder.glob("*.md")]
     pages += root.glob("policies/*/*/*.md")
     return sorted(page for page in pages if _START in _CODE.sub("", page.read_text("utf-8")))
 
 
 def write(path: Path) -> None:
-    """Bring a results folder's derived files, or a page's blocks, up to date with the lines."""
+    """Bring a results folder's derived files, or a page's blocks, up to date with the lines.
+
+    Of a folder of results: all of them, and the pages around it that quote them.
+    """
+    if inside := _folders_in(path):
+        for one in (*inside, *quoting_pages(path)):
+            write(one)
+        return
     if path.is_dir():
         for name, content in outputs(ResultsFolder(path)).items():
             (path / name).parent.mkdir(exist_ok=True)
@@ -400,11 +420,44 @@ def fill(text: str, folder: Path) -> str:
             "other block in it, must end with `<!-- end -->`"
         )
     known = {found[2]: ResultsFolder(folder / found[2]) for found in _BLOCK.finditer(text)}
+    headings: set[str] = set()
+    explained: set[str] = set()
 
     def made(found: re.Match[str]) -> str:
-        return f"{found[1]}{_block(known[found[2]], found[3])}\n{found[5]}"
+        lines = _block(known[found[2]], found[3]).splitlines()
+        if found[3] == LEGEND:
+            return _joined(found, lines)
+        headings.update(_columns_of(lines))
+        kept = [line for line in lines if line not in explained]
+        explained.update(line for line in lines if _explained(line) in headings)
+        return _joined(found, kept)
 
-    return _BLOCK.sub(made, text)
+    def with_legend(found: re.Match[str]) -> str:
+        if found[3] != LEGEND:
+            return found[0]
+        wanted = headings - {*map(_explained, explained)}
+        return _joined(
+            found, [line for line in found[4].splitlines() if _explained(line) in wanted]
+        )
+
+    return _BLOCK.sub(with_legend, _BLOCK.sub(made, text))
+
+
+def _joined(block: re.Match[str], lines: Sequence[str]) -> str:
+    return "\n".join([block[1].rstrip("\n"), *lines, block[5]])
+
+
+def _columns_of(lines: Sequence[str]) -> Iterator[str]:
+    """The headings of all tables."""
+    for row, below in pairwise(lines):
+        if re.fullmatch(r"\|[ |:-]+\|", below):
+            yield from filter(None, map(str.strip, row.strip("|").split("|")))
+
+
+def _explained(line: str) -> str:
+    """The column that a line of a legend explains; empty where it is none."""
+    found = re.match(r"- (?:\*\*)?(.+?)(?:\*\*)?: ", line)
+    return found[1] if found else ""
 
 
 def _block(results: ResultsFolder, key: str) -> str:
@@ -412,7 +465,7 @@ def _block(results: ResultsFolder, key: str) -> str:
         return table_of(results.folder, key)
     if key == "facts":
         return _facts(results)
-    if key == "legend":
+    if key == LEGEND:
         return _legend(results)
     if key == "choices":
         return choices_table(results.folder)
@@ -438,7 +491,9 @@ def _differences(name: str, there: str, derived: str) -> Iterator[str]:
 
 def _loose_numbers(name: str, text: str, measured: re.Pattern[str]) -> Iterator[str]:
     """Numbers that look measured and are in no block."""
-    rest = _CODE.sub(_blank, _BLOCK.sub(_blank, text))
+    rest = text
+    for known in (_BLOCK, _OF_A_GPU, _CODE):
+        rest = known.sub(_blank, rest)
     for number, line in enumerate(rest.splitlines(), 1):
         for found in measured.finditer(line):
             yield f"{name} line {number}: {found[0]!r} stands in no block"

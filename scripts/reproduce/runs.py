@@ -134,7 +134,7 @@ _RUNS = (
     Column(
         "committed",
         _of_passes(lambda one: f"{one.committed_length:.2f}" if one.num_checked else NOTHING),
-        "tokens that a pass with guesses settles: the accepted ones and one more",
+        "tokens that a pass with drafts commits: the accepted ones and one more",
     ),
 )
 _TIMES = (

@@ -6,7 +6,6 @@ A change on purpose is declared: tests/golden/black_box/README.md says how.
 import json
 
 import pytest
-from _pytest.mark.structures import ParameterSet
 
 from tests.black_box.recordings import (
     FOLDER,
@@ -17,17 +16,8 @@ from tests.black_box.recordings import (
     stored_names,
 )
 
-LONG = {"tiny_openvla.json": 32, "files_written.json": 17, "files_read.json": 13}
 
-
-def named() -> list[ParameterSet]:
-    return [
-        pytest.param(name, marks=[pytest.mark.long(seconds=LONG[name])] if name in LONG else [])
-        for name in RECORDINGS
-    ]
-
-
-@pytest.mark.parametrize("name", named())
+@pytest.mark.parametrize("name", RECORDINGS)
 def test_what_was_recorded_is_what_happens(name: str) -> None:
     made = recorded_text(RECORDINGS[name]())
     found = differences(stored(name), json.loads(made) if name.endswith(".json") else made)

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from deft_client.actions import ActionRules, Excess, check_actions
 from deft_client.errors import UnusableValueError
 
+pytestmark = pytest.mark.promise
+
 DELTAS = ActionRules((True,) * 6 + (False,), max_step=(0.1,) * 6 + (np.inf,))
 JOINTS = ActionRules((False,) * 3, max_step=(0.2,) * 3)
 TWO_ARMS = ActionRules((True, True, False) * 2)  # each with a gripper of its own

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from deft_client.actions import ActionQueue, ActionRules, Seam
 from deft_client.types import ActionChunk
 
+pytestmark = pytest.mark.promise
+
 MOTION = ActionRules((True,))
 JOINT = ActionRules((False,))
 ARM = ActionRules((True, False, False), is_switch=(False, False, True))

@@ -28,6 +28,8 @@ from tests.client.loop_parts import PICTURE, QUICK, RULES, RecordingArm, Scripte
 from tests.standins.policy_server import INFO
 from tests.standins.virtual_clock import VirtualClock
 
+pytestmark = pytest.mark.promise
+
 LET_GO_S = 20.0
 
 
@@ -219,7 +221,7 @@ def test_an_arm_that_was_limited_is_not_driven_back(seam, clock, arm):
 
 
 @SEAMS
-def test_one_mad_answer_leaves_the_next_ones_as_they_are(seam, clock, arm):
+def test_one_answer_out_of_all_bounds_leaves_the_next_answers_as_they_are(seam, clock, arm):
     policy = AnsweringPolicy(clock, lambda count: [[1e17 if count == 2 else 0.01]] * 8, 0.005)
     run(policy, arm, 80, MOTION, LoopSettings(period_s=0.005, watchdog_s=10.0, seam=seam))
     assert {one[0] for one in arm.commands[:80]} == {0.0, 0.01}

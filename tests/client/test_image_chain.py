@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from deft_client.image_chain import ImageChain, crop_centre, resize_lanczos3, round_trip_jpeg
 from tests import golden, slow_image_chain
 
+pytestmark = pytest.mark.promise
+
 
 def noise(height: int, width: int, seed: int = 0) -> NDArray[np.uint8]:
     """The hardest picture there is: every rounding counts somewhere."""

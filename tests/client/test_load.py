@@ -13,7 +13,7 @@ from deft_client.types import ActOptions, Observation
 from deft_policies.errors import RequestError
 from deft_server.app import create_app
 from deft_server.settings import Settings
-from tests.draft_training.made_up import write_demonstrations
+from tests.demonstrations import write_demonstrations
 from tests.server.running import running
 from tests.standins.policies import FakePolicy
 

@@ -6,8 +6,9 @@ from deft_client import control_loop
 from deft_client.actions import ActionQueue, ActionRules
 from deft_client.control_loop import ControlLoop
 from tests.client.loop_world import World
+from tests.draws import draws
 
-FEW, MANY = 300, 10_000
+pytestmark = pytest.mark.promise
 
 
 def faults_of(seeds):
@@ -21,7 +22,7 @@ def faults_of(seeds):
 
 @pytest.mark.parametrize("part", range(3))
 def test_no_command_is_stale_or_of_another_period_or_beyond_its_limits(part):
-    assert not faults_of(range(part, FEW, 3))
+    assert not faults_of(range(part, draws(300), 3))
 
 
 def test_the_same_seed_is_the_same_play():
@@ -30,12 +31,6 @@ def test_the_same_seed_is_the_same_play():
         one.play()
     assert plays[0].num_moves == plays[1].num_moves > 0
     assert plays[0].clock.now == plays[1].clock.now
-
-
-@pytest.mark.long(seconds=25)
-@pytest.mark.parametrize("part", range(10))
-def test_no_command_is_stale_or_wrong_in_many_more_worlds(part):
-    assert not faults_of(range(FEW + part, MANY, 10))
 
 
 def forget_nothing(patch):
@@ -155,4 +150,4 @@ def ask_before_the_camera(patch):
 )
 def test_a_planted_mistake_is_found(mistake, monkeypatch):
     mistake(monkeypatch)
-    assert any(faults_of([seed]) for seed in range(FEW))
+    assert any(faults_of([seed]) for seed in range(300))

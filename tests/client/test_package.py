@@ -7,6 +7,8 @@ import pytest
 
 import deft_client
 
+pytestmark = pytest.mark.promise
+
 
 @pytest.mark.parametrize("name", deft_client.__all__)
 def test_every_public_name_is_there_and_documented(name):

@@ -178,7 +178,7 @@ def test_a_frame_that_is_no_answer_is_a_wire_error():
         act(stream.url)
 
 
-def test_nobody_at_the_port_is_unreachable():
+def test_a_port_where_nobody_listens_is_unreachable():
     with streaming() as stream:
         url = stream.url
     with pytest.raises(ServerUnreachableError, match="cannot reach"):
@@ -191,6 +191,6 @@ def test_the_api_key_opens_the_stream():
     assert stream.headers == ["Bearer secret"]
 
 
-def test_where_the_stream_is():
+def test_the_url_of_the_stream_follows_from_the_url_of_the_server():
     assert stream_url("http://robot:8000") == "ws://robot:8000/v1/stream"
     assert stream_url("https://robot/deft") == "wss://robot/deft/v1/stream"

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from deft_draft_training.heads.fit import HeadTrainer, RecordedSamples
-from tests.draft_training.made_up import tiny_target
+from tests.draft_training.golden_target import tiny_target
 from tests.draft_training.test_head_fit import KILLED
 
 

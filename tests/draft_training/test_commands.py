@@ -10,7 +10,8 @@ from deft_draft_training.heads.record import RecordConfig, record
 from deft_draft_training.heads.samples import EpisodeSource
 from deft_server.__main__ import main as deft
 from tests import golden
-from tests.draft_training.made_up import tiny_target, write_demonstrations
+from tests.demonstrations import write_demonstrations
+from tests.draft_training.golden_target import tiny_target
 
 NOWHERE = ["--checkpoint", "/is/never/looked/at"]
 TARGET = [

@@ -23,7 +23,8 @@ from deft_draft_training.heads.samples import EpisodeSource, collate
 from deft_draft_training.heads.target import load_target
 from deft_policies.decoding.plan import KeyMask, RopeOffset
 from deft_policies.model.draft_heads import EagleHead, head_sizes
-from tests.draft_training.made_up import tiny_target, write_demonstrations
+from tests.demonstrations import write_demonstrations
+from tests.draft_training.golden_target import tiny_target
 from tests.golden import TINY_OPENVLA, cases, write_draft_head
 
 

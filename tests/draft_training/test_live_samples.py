@@ -10,7 +10,8 @@ import torch
 from deft_client.types import Observation
 from deft_draft_training.heads.fit import LiveSamples
 from deft_draft_training.heads.samples import EpisodeSource
-from tests.draft_training.made_up import tiny_target, write_demonstrations
+from tests.demonstrations import write_demonstrations
+from tests.draft_training.golden_target import tiny_target
 
 
 class Watched(EpisodeSource):

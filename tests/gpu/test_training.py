@@ -11,7 +11,8 @@ from deft_draft_training.heads.record import RecordConfig, record
 from deft_draft_training.heads.samples import EpisodeSource
 from deft_draft_training.optimizer import TrainingPrecision
 from deft_policies.model.formats import Precision
-from tests.draft_training.made_up import tiny_target, write_demonstrations
+from tests.demonstrations import write_demonstrations
+from tests.draft_training.golden_target import tiny_target
 from tests.draft_training.test_head_fit import CONFIG as HEAD_CONFIG
 from tests.draft_training.test_head_fit import values
 

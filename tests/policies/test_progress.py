@@ -1,9 +1,11 @@
 """What is said of a policy that loads."""
 
+from threading import Event
+
 import pytest
 
 from deft_policies import progress
-from deft_policies.progress import describe_progress, doing
+from deft_policies.progress import counted, describe_progress, doing, shown
 
 
 @pytest.fixture
@@ -41,3 +43,24 @@ def test_a_step_that_begins_anew_does_not_count_what_was_before(clock: list[floa
     clock[0] += 10.0
     doing("reading the weights", 0.5)
     assert describe_progress().endswith("about 10 s left")
+
+
+def test_a_command_counts_and_says_how_long_the_rest_takes(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in counted(range(4), 8, "lossless", "frame", done=4):
+        clock[0] += 6.0
+    # A line after 12 s, when two more are done, and another after 24 s.
+    assert capsys.readouterr().err.splitlines() == [
+        "lossless: 6 of 8 frames, about 12 s left",
+        "lossless: 8 of 8 frames, about 0 s left",
+    ]
+
+
+def test_a_command_shows_what_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    written = Event()
+    with shown(every_s=0.001, written=written):
+        doing("reading the weights")
+        assert written.wait(60)
+    assert capsys.readouterr().err.startswith("reading the weights\n")
+    assert describe_progress() == ""

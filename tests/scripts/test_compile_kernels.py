@@ -32,7 +32,6 @@ def test_an_exception_is_for_its_program_and_architecture_alone() -> None:
     assert attention.excess("product 64x32x128", 89)
 
 
-@pytest.mark.long(seconds=10)
 def test_all_programs_of_a_frame_compile_within_their_bounds(tmp_path: Path) -> None:
     """In a process of its own: under the interpreter, as in tests, nothing is compiled."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}

@@ -109,7 +109,9 @@ def test_no_service_asks_for_the_variables_of_another(compose: Compose) -> None:
         assert ("GRAFANA_PASSWORD" in done.stderr) == (not password)
 
 
-def test_who_stays_up_says_how_it_is(compose: Compose) -> None:
+def test_services_that_stay_up_have_a_health_check_and_wait_for_healthy_ones(
+    compose: Compose,
+) -> None:
     healthy = {name for name, service in compose.services.items() if service.healthcheck}
     assert healthy == LONG_RUNNING
     for service in compose.services.values():

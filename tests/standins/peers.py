@@ -1,8 +1,11 @@
 """A policy with three data sets, as behind the captured frames, and an app around it."""
 
+import base64
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from io import BytesIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,3 +74,10 @@ class ThreeDatasets:
 
 def build_app(policy: ThreeDatasets, settings: Settings | None = None) -> DeftApp:
     return create_app(policy, settings)
+
+
+def npy(values: Any, **options: Any) -> str:
+    """An array as VLA-0's clients send it: a NumPy file in base64."""
+    file = BytesIO()
+    np.save(file, values, **options)
+    return base64.b64encode(file.getvalue()).decode()

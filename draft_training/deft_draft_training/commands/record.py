@@ -3,6 +3,7 @@
 Recording appends: a killed run goes on behind its last whole shard.
 """
 
+from argparse import ArgumentTypeError
 from pathlib import Path
 
 from deft_client.commands.program import CommandParser
@@ -23,8 +24,25 @@ def main(arguments: list[str]) -> int:
         "--batch-size", type=at_least_one, default=8, help="frames at a time (default 8)"
     )
     parser.add_argument("--float32", action="store_true", help="twice the size of bfloat16")
+    parser.add_argument(
+        "--layers", type=_layers, default=(), metavar="N[,N...]",
+        help="for a block head, of any family: record the hidden states behind these layers of "
+        "the target, counted from 1, and the final ones",
+    )  # fmt: skip
+    parser.add_argument(
+        "--reasoning", action="store_true", help="with --layers: of answers that reason aloud"
+    )
     given = parse_target(parser, arguments)
+    if given.reasoning and not given.layers:
+        parser.error("--reasoning goes with --layers: other heads learn from actions")
     check_datasets(given.sources)
     from deft_draft_training.heads.record import run  # brings torch along
 
     return run(given)
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ArgumentTypeError(f"expected numbers joined by commas, got {text!r}") from None

@@ -35,10 +35,10 @@ from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.engine import DraftModels, Engine
 from deft_policies.decoding.methods import Method, find_method
 from deft_policies.decoding.plan import TreeShape
-from deft_policies.decoding.sequence import AnswerSpec
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.memory import SessionMemory
+from deft_policies.model.block_head import BlockHead
 from deft_policies.model.draft_heads import MedusaHeads
 from deft_policies.progress import counted, shown
 
@@ -86,7 +86,7 @@ def evaluate(
     """
     total = sum(map(len, held_out))
     for radius, setup in product(radii, sources):
-        method = find_method("within-bins").with_radius(radius).with_drafts(setup.drafts)
+        method = _method(policy, radius).with_drafts(setup.drafts)
         if setup.shape is not None:
             method = method.with_shape(setup.shape)
         engine = Engine(policy.token_model.target, setup.models)
@@ -128,13 +128,23 @@ def held_out_frames(
     return list(found.values())
 
 
+def _method(policy: VlaPolicy, radius: int) -> Method:
+    """Drafts within a radius; exact ones where tokens have no distances."""
+    form = policy.token_model.forms[policy.find_key(None)]
+    if form.space is not None and not form.numbers_in_row:
+        return find_method("within-bins").with_radius(radius)
+    if radius:
+        raise DataError("answers of this family have no distances between tokens: --radii 0")
+    return find_method("block")
+
+
 @torch.inference_mode()
 def _decode(
     policy: VlaPolicy, engine: Engine, method: Method, frames: Sequence[Observation]
 ) -> Iterator[DecodeTrace]:
     """One episode in order, with the memory that a session would keep."""
     model, memory = policy.token_model, SessionMemory()
-    form = AnswerSpec.action(policy.action_space(None))
+    form = model.forms[policy.find_key(None)]
     for frame in frames:
         clock, row = StageClock(model.device), Answer(method, form, memory)
         engine.decode(model.see([frame], clock), [row], clock)
@@ -156,7 +166,7 @@ def run(given: Namespace) -> int:
     for directory in given.head:
         sys.stderr.write(_warning(directory, chosen))
     source = EpisodeSource(tuple(given.sources), 1, read_cameras(given))
-    held_out = held_out_frames(source, chosen)
+    held_out: Sequence[Sequence[Observation]] = held_out_frames(source, chosen)
     if given.frames is not None:
         held_out = _first_of_each(held_out, given.frames)
     asked = _digest(given, target, held_out)
@@ -228,6 +238,9 @@ def _digest(
 def _setup(directory: Path, target: FeatureTarget, shape: TreeShape | None) -> DraftSetup:
     """A head from its directory, run as the target's flags say."""
     head, models = load_any_head(directory, target), target.policy.drafts
+    if isinstance(head, BlockHead):
+        models = replace(models, block=head)
+        return DraftSetup(str(directory), (kinds.BLOCK,), models, shape)
     if isinstance(head, MedusaHeads):
         models = replace(models, medusa=head)
         return DraftSetup(str(directory), (kinds.MEDUSA,), models, shape)

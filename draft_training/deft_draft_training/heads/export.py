@@ -11,7 +11,7 @@ from torch import Tensor
 from deft_client.files import creating
 from deft_draft_training.config import build_config
 from deft_draft_training.errors import DataError, TrainingError
-from deft_draft_training.heads.fit import HeadFitConfig, build_head
+from deft_draft_training.heads.fit import DraftHead, HeadFitConfig, build_head
 from deft_draft_training.heads.target import FeatureTarget, load_target
 from deft_draft_training.run_directory import (
     CONFIG_FILE,
@@ -22,19 +22,24 @@ from deft_draft_training.run_directory import (
 )
 from deft_policies.checkpoint.drafts import (
     HeadLayout,
+    is_block,
     is_medusa,
+    load_block,
     load_head,
     load_medusa,
+    save_block,
     save_head,
     save_medusa,
 )
 from deft_policies.commands.parse import target_flags
 from deft_policies.errors import PolicyError
+from deft_policies.model.block_head import BlockHead
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads
+from deft_policies.model.sizes import LlamaSizes
 from deft_policies.progress import shown
 
 
-def load_fitted(run: Path, target: FeatureTarget) -> EagleHead | MedusaHeads:
+def load_fitted(run: Path, target: FeatureTarget) -> DraftHead:
     """The head of a run directory: its average where one was kept, else its last weights."""
     if not (run / CONFIG_FILE).exists():
         raise DataError(f"{run} is not a run of `deft train fit`: it has no {CONFIG_FILE}")
@@ -43,49 +48,71 @@ def load_fitted(run: Path, target: FeatureTarget) -> EagleHead | MedusaHeads:
     stored, state = read_config(run / CONFIG_FILE), read_state(run / STATE_FILE)
     if stored.pop("target", None) != target.fingerprint():
         raise DataError(f"{run} was fitted to another checkpoint than the one given")
-    head = build_head(build_config(HeadFitConfig, stored), target)
+    layers = stored.pop("layers", ())
+    head = build_head(build_config(HeadFitConfig, stored), target, layers)
     head.load_state_dict(state["module"])
     average = {name: one for name, one in state["extra"].items() if name != "num_steps"}
     head.load_state_dict(average, strict=False)
     return head.requires_grad_(False).eval()
 
 
-def load_any_head(directory: Path, target: FeatureTarget) -> EagleHead | MedusaHeads:
+def load_any_head(directory: Path, target: FeatureTarget) -> DraftHead:
     """A head from a run directory or from an exported one, as the target's decoder runs it."""
     if (directory / STATE_FILE).exists():
         like = target.weight
         return load_fitted(directory, target).to(like.device, like.dtype)
     try:
-        return _exported(directory, target.width, target.weight)
+        sizes = target.policy.token_model.target.decoder.sizes
+        return _exported(directory, sizes, target.weight)
     except PolicyError as error:
         raise DataError(str(error)) from error
 
 
-def _exported(directory: Path, width: int, like: Tensor) -> EagleHead | MedusaHeads:
+def _exported(directory: Path, target: LlamaSizes, like: Tensor) -> DraftHead:
     """A head as the server loads it."""
-    return (load_medusa if is_medusa(directory) else load_head)(directory, width, like)
+    if is_block(directory):
+        return load_block(directory, target, like)
+    return (load_medusa if is_medusa(directory) else load_head)(directory, target.width, like)
 
 
 def export_head(
-    head: EagleHead | MedusaHeads, directory: Path, dtype: torch.dtype, layout: HeadLayout
+    head: DraftHead,
+    directory: Path,
+    dtype: torch.dtype,
+    layout: HeadLayout,
+    target: LlamaSizes | None = None,
 ) -> None:
-    """Write a head directory. Nothing is left behind, and nothing replaced, where it fails."""
+    """Write a head directory. Nothing is left behind, and nothing replaced, where it fails.
+
+    A block head needs the sizes of its target.
+    """
     if directory.exists():
         raise TrainingError(f"{directory} exists; an export never overwrites, choose another")
     with explained(directory), creating(directory) as beside:
         head = head.to(dtype)
         if isinstance(head, EagleHead):
             save_head(head, beside, layout)
-        elif layout is HeadLayout.SAFETENSORS:
+        elif layout is not HeadLayout.SAFETENSORS:
+            raise TrainingError("there is no published layout for such heads; use safetensors")
+        elif isinstance(head, MedusaHeads):
             save_medusa(head, beside)
         else:
-            raise TrainingError("there is no published layout for Medusa heads; use safetensors")
-        _compare(head, beside, layout)
+            save_block(head, beside)
+        _compare(head, beside, layout, target)
 
 
-def _compare(head: EagleHead | MedusaHeads, directory: Path, layout: HeadLayout) -> None:
+def _compare(
+    head: DraftHead, directory: Path, layout: HeadLayout, target: LlamaSizes | None
+) -> None:
     """Read the files as the server would and ask for the very weights that were written."""
-    loaded = _exported(directory, head.width, next(head.parameters()))
+    like = next(head.parameters())
+    loaded: DraftHead
+    if isinstance(head, BlockHead):
+        assert target is not None
+        loaded = load_block(directory, target, like)
+    else:
+        load = load_medusa if isinstance(head, MedusaHeads) else load_head
+        loaded = load(directory, head.width, like)
     is_half = layout is HeadLayout.PUBLISHED  # the published layout stores float16
     for name, weight in head.state_dict().items():
         expected = weight.half().to(weight.dtype) if is_half else weight
@@ -99,7 +126,8 @@ def run(given: Namespace) -> int:
         target = load_target(given)
     head = load_fitted(given.run, target)
     dtype = torch.float32 if given.float32 else torch.bfloat16
-    export_head(head, given.out, dtype, HeadLayout[given.layout.upper()])
+    sizes = target.policy.token_model.target.decoder.sizes
+    export_head(head, given.out, dtype, HeadLayout[given.layout.upper()], sizes)
     size = sum(path.stat().st_size for path in given.out.iterdir())
     sys.stdout.write(
         f"{given.out}: {size / 1e6:.1f} MB, read back and equal\n"

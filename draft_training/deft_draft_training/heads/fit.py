@@ -25,16 +25,23 @@ from deft_client.datasets.flags import read_cameras
 from deft_draft_training.commands.fit import EPOCHS, PUBLISHED_STEPS
 from deft_draft_training.config import load_config, plain
 from deft_draft_training.errors import DataError
+from deft_draft_training.heads.block_loss import BlockLossConfig, block_losses
+from deft_draft_training.heads.index import read_index
 from deft_draft_training.heads.loss import HeadLossConfig, head_losses, medusa_losses
-from deft_draft_training.heads.record import iterate_shards
-from deft_draft_training.heads.samples import EpisodeSource, HeadBatch, HeadSample, collate
+from deft_draft_training.heads.record import Sample, iterate_shards
+from deft_draft_training.heads.samples import EpisodeSource, HeadSample, collate
+from deft_draft_training.heads.states import StatesSample, collate_blocks
 from deft_draft_training.heads.target import FeatureTarget, load_target
 from deft_draft_training.optimizer import computing_in
 from deft_draft_training.run_directory import RunDirectory, explained
 from deft_draft_training.trainer import FitConfig, Trainer, Workers, chosen_at
 from deft_policies.commands.parse import target_flags
+from deft_policies.model.block_head import BlockHead, block_sizes
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads, head_sizes
+from deft_policies.model.sizes import TokenRange
 from deft_policies.progress import shown
+
+DraftHead = EagleHead | MedusaHeads | BlockHead
 
 
 class HeadKind(Enum):
@@ -42,6 +49,19 @@ class HeadKind(Enum):
 
     EAGLE = "eagle"
     MEDUSA = "medusa"
+    BLOCK = "block"
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """A block head, where that is fitted."""
+
+    places: int = 7  # tokens that it drafts
+    layers: int = 1  # of its backbone
+    rank: int = 0  # of its Markov head; 0: 256, or half of the target's width
+    blocks: int = 16  # that are drawn of each answer in a step, at most one behind each token
+    whole_vocabulary: bool = False  # draft every token, as texts need, rather than action tokens
+    loss: BlockLossConfig = field(default_factory=BlockLossConfig)
 
 
 @dataclass(frozen=True)
@@ -53,6 +73,7 @@ class HeadFitConfig(FitConfig):
     heads: int = 0  # attention heads (EAGLE; 0: as the target) or parallel heads (Medusa; 0: 6)
     mlp_width: int = 0  # 0: as the target
     loss: HeadLossConfig = field(default_factory=HeadLossConfig)
+    block: BlockConfig = field(default_factory=BlockConfig)
     held_out_share: float = 0.05
 
 
@@ -61,12 +82,13 @@ class RecordedSamples:
 
     def __init__(self, folder: Path, fingerprint: str) -> None:
         shards = iterate_shards(folder, fingerprint)
+        self.layers = read_index(folder).layers
         self._samples = [sample for shard in shards for sample in shard]
         if not self._samples:
             raise DataError(f"{folder} holds no samples; run `deft train record` into it")
         self.episodes = np.array([one.episode for one in self._samples])
 
-    def get(self, numbers: Sequence[int]) -> list[HeadSample]:
+    def get(self, numbers: Sequence[int]) -> list[Sample]:
         """The named samples."""
         return [self._samples[number] for number in numbers]
 
@@ -76,6 +98,8 @@ class LiveSamples:
 
     Decoded frames may be more than memory holds. They lie in a temporary file without a name.
     """
+
+    layers: tuple[int, ...] = ()  # whose states they have; block heads alone need them
 
     def __init__(self, target: FeatureTarget, source: EpisodeSource) -> None:
         self._target = target
@@ -90,14 +114,14 @@ class LiveSamples:
                 episodes.append(episode)
         self.episodes = np.array(episodes)
 
-    def get(self, numbers: Sequence[int]) -> list[HeadSample]:
+    def get(self, numbers: Sequence[int]) -> list[Sample]:
         """The named samples, freshly computed."""
         observations = []
         for number in numbers:
             self._file.seek(self._places[number])
             observations.append(pickle.load(self._file))
         episodes = [int(self.episodes[number]) for number in numbers]
-        return self._target.sample(observations, episodes, torch.float32)
+        return [*self._target.sample(observations, episodes, torch.float32)]
 
 
 SampleStore = RecordedSamples | LiveSamples
@@ -116,7 +140,7 @@ def split_by_episode(
     return np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
 
 
-class HeadTrainer(Trainer[EagleHead | MedusaHeads]):
+class HeadTrainer(Trainer[DraftHead]):
     """Everything one run needs, built once; `run` goes on from wherever the directory stands."""
 
     def __init__(
@@ -132,11 +156,19 @@ class HeadTrainer(Trainer[EagleHead | MedusaHeads]):
             store.episodes, config.held_out_share, config.seed
         )
         config = self.config = choose_steps(config, len(self.numbers))
-        super().__init__(config, build_head(config, target).to(target.weight.device))
+        if (config.kind is HeadKind.BLOCK) != bool(store.layers):
+            raise DataError(
+                "a block head, and no other, learns from features with the states of several "
+                "layers: `deft train record --layers 1,2 ...`, then `deft train fit --features`"
+            )
+        head = build_head(config, target, store.layers)
+        super().__init__(config, head.to(target.weight.device))
 
     def run(self, directory: Path, with_board: bool = False) -> nn.Module:
         """Train to the configured step and return the (averaged) head."""
         described = {**plain(self.config), "target": self.target.fingerprint()}
+        if self.store.layers:
+            described["layers"] = list(self.store.layers)
         with RunDirectory(directory, described, with_board, self.workers.rank == 0) as run:
             run.keep_split(*(self.episodes_of(one) for one in (self.numbers, self.held_out)))
             return self._train(run)
@@ -150,25 +182,41 @@ class HeadTrainer(Trainer[EagleHead | MedusaHeads]):
         chosen = chosen_at(len(self.numbers), config.batch_size, config.seed, step)
         own = self.numbers[self.workers.share(chosen)]
         samples = self.store.get([int(number) for number in own])
-        batch = collate(samples, self.target.table)
-        with computing_in(config.precision, batch.hidden.device):
-            parts = self._losses(batch, step)
+        with computing_in(config.precision, self.target.weight.device):
+            parts = self._losses(samples, step)
         parts["loss"].backward()  # type: ignore[no-untyped-call]
         self.workers.average_gradients(self.net)
         norm = self._update(step)
         values = {name: float(value.detach()) for name, value in parts.items()}
         return {**self.workers.average(values), "gradient_norm": norm}
 
-    def _losses(self, batch: HeadBatch, step: int) -> dict[str, Tensor]:
+    def _losses(self, samples: Sequence[Sample], step: int) -> dict[str, Tensor]:
+        own = self.workers.share(np.arange(self.config.batch_size))
+        seeds = [self._seed(step, int(place)) for place in own]
+        if isinstance(self.net, BlockHead):
+            return self._block_losses(self.net, samples, seeds)
+        batch = collate([one for one in samples if isinstance(one, HeadSample)], self.target.table)
         if isinstance(self.net, MedusaHeads):
             states = self.net(batch.at_guesses(batch.hidden))
             actions = self.target.actions
             return {"loss": medusa_losses(states, self.target.logits, batch.tokens, actions)}
-        own = self.workers.share(np.arange(self.config.batch_size))
-        seeds = [self._seed(step, int(place)) for place in own]
         config, target = self.config.loss, self.target
         logits = target.every_logit if config.whole_vocabulary else target.logits
         return head_losses(self.net, logits, batch, config, seeds)
+
+    def _block_losses(
+        self, head: BlockHead, samples: Sequence[Sample], seeds: Sequence[int]
+    ) -> dict[str, Tensor]:
+        config, target = self.config.block, self.target
+        batch = collate_blocks(
+            [one for one in samples if isinstance(one, StatesSample)],
+            head.sizes.places,
+            config.blocks,
+            seeds,
+            target.weight.device,
+        )
+        logits = target.every_logit if config.whole_vocabulary else target.logits
+        return block_losses(head, target.embed, logits, batch, config.loss)
 
     def _seed(self, step: int, place: int) -> int:
         """Of the noise on one sample of one step, whichever process has it."""
@@ -186,12 +234,19 @@ def choose_steps(config: HeadFitConfig, num_samples: int) -> HeadFitConfig:
     return replace(config, steps=steps, optimizer=optimizer)
 
 
-def build_head(config: HeadFitConfig, target: FeatureTarget) -> EagleHead | MedusaHeads:
-    """A fresh head of the target's width, the same for the same seed."""
+def build_head(
+    config: HeadFitConfig, target: FeatureTarget, layers: Sequence[int] = ()
+) -> DraftHead:
+    """A fresh head of the target's width, the same for the same seed.
+
+    A block head reads the target's states behind `layers`.
+    """
     torch.manual_seed(config.seed)
     llm = target.policy.model.network.config.llm
     if config.kind is HeadKind.MEDUSA:
         return MedusaHeads(llm.width, config.heads or 6)
+    if config.kind is HeadKind.BLOCK:
+        return _build_block(config, target, layers)
     sizes = head_sizes(
         width=llm.width,
         mlp_width=config.mlp_width or llm.mlp_width,
@@ -201,6 +256,26 @@ def build_head(config: HeadFitConfig, target: FeatureTarget) -> EagleHead | Medu
         rope_theta=llm.rope_theta,
     )
     return EagleHead(sizes)
+
+
+def _build_block(config: HeadFitConfig, target: FeatureTarget, layers: Sequence[int]) -> BlockHead:
+    """Places begin as nothing, and the Markov head says nothing yet."""
+    block, llm = config.block, target.policy.token_model.target.decoder.sizes
+    every = TokenRange(0, llm.vocabulary - 1)
+    head = BlockHead(
+        block_sizes(
+            llm,
+            every if block.whole_vocabulary else target.actions,
+            layers,
+            places=block.places,
+            num_layers=block.layers,
+            mlp_width=config.mlp_width,
+            rank=block.rank,
+        )
+    )
+    nn.init.normal_(head.further, std=0.02)
+    nn.init.zeros_(head.markov.weight)
+    return head
 
 
 def run(given: Namespace) -> int:

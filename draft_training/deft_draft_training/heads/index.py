@@ -32,6 +32,7 @@ class ShardIndex:
     width: int
     dtype: str
     sources: tuple[str, ...]
+    layers: tuple[int, ...] = ()  # whose states are recorded, for block heads
     shards: tuple[ShardEntry, ...] = ()
     format: int = _FORMAT
 

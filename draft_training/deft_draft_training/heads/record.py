@@ -10,7 +10,7 @@ import json
 import shutil
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -24,15 +24,20 @@ from tqdm import tqdm
 
 from deft_client.datasets.flags import read_cameras
 from deft_client.files import write_atomically
+from deft_client.types import Observation
 from deft_draft_training.errors import ConfigError, DataError
 from deft_draft_training.heads.index import INDEX, ShardEntry, ShardIndex, read_index
 from deft_draft_training.heads.samples import EpisodeSource, HeadSample
+from deft_draft_training.heads.states import StatesRecorder, StatesSample
 from deft_draft_training.heads.target import FeatureTarget, load_target
 from deft_draft_training.run_directory import explained
 from deft_policies.commands.parse import target_flags
 from deft_policies.progress import shown
 
 _READ_BYTES = 1 << 22
+
+
+Sample = HeadSample | StatesSample
 
 
 class ShardWriter:
@@ -53,7 +58,7 @@ class ShardWriter:
             index = stored
         self.index = index
 
-    def append(self, samples: Sequence[HeadSample], last_observation: int) -> None:
+    def append(self, samples: Sequence[Sample], last_observation: int) -> None:
         """Write one shard and then name it in the index: it is there whole, or not at all."""
         name = f"shard-{len(self.index.shards):05d}.safetensors"
         data = save(_pack(samples))
@@ -67,7 +72,7 @@ class ShardWriter:
         self.index = longer
 
 
-def iterate_shards(folder: Path, fingerprint: str) -> Iterator[list[HeadSample]]:
+def iterate_shards(folder: Path, fingerprint: str) -> Iterator[list[Sample]]:
     """The samples of each shard, after checking that it is what the index says."""
     index = read_index(folder)
     if index.fingerprint != fingerprint:
@@ -79,7 +84,7 @@ def iterate_shards(folder: Path, fingerprint: str) -> Iterator[list[HeadSample]]
         yield read_shard(folder, entry)
 
 
-def read_shard(folder: Path, entry: ShardEntry) -> list[HeadSample]:
+def read_shard(folder: Path, entry: ShardEntry) -> list[Sample]:
     """One shard's samples, mapped from the file: they may be more than memory holds."""
     path = folder / entry.name
     try:
@@ -105,10 +110,20 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _pack(samples: Sequence[HeadSample]) -> dict[str, Tensor]:
+def _pack(every: Sequence[Sample]) -> dict[str, Tensor]:
     def ends(lengths: Sequence[int]) -> Tensor:
         return torch.tensor(lengths).cumsum(0)
 
+    with_states = [one for one in every if isinstance(one, StatesSample)]
+    if with_states:
+        return {
+            "episodes": torch.tensor([one.episode for one in with_states]),
+            "states": torch.cat([one.states for one in with_states]),
+            "states_ends": ends([len(one.states) for one in with_states]),
+            "tokens": torch.cat([one.tokens for one in with_states]),
+            "tokens_ends": ends([len(one.tokens) for one in with_states]),
+        }
+    samples = [one for one in every if isinstance(one, HeadSample)]
     return {
         "episodes": torch.tensor([one.episode for one in samples]),
         "prompt_ids": torch.cat([one.prompt_ids for one in samples]),
@@ -120,11 +135,19 @@ def _pack(samples: Sequence[HeadSample]) -> dict[str, Tensor]:
     }
 
 
-def _unpack(packed: dict[str, Tensor]) -> list[HeadSample]:
+def _unpack(packed: dict[str, Tensor]) -> list[Sample]:
     def parts(name: str, ends: str) -> Sequence[Tensor]:
         stops = packed[ends].tolist()
         return [packed[name][a:b] for a, b in zip([0, *stops], stops, strict=False)]
 
+    if "states" in packed:
+        answers = zip(
+            packed["episodes"].tolist(),
+            parts("states", "states_ends"),
+            parts("tokens", "tokens_ends"),
+            strict=True,
+        )
+        return [StatesSample(*row) for row in answers]
     rows = zip(
         packed["episodes"].tolist(),
         parts("prompt_ids", "prompt_ends"),
@@ -139,6 +162,9 @@ def _unpack(packed: dict[str, Tensor]) -> list[HeadSample]:
 _SHARD_BYTES = 1 << 29  # a shard is written at the latest when it has grown to this
 
 
+Sampler = Callable[[Sequence[Observation], Sequence[int]], list[Sample]]
+
+
 @dataclass(frozen=True)
 class RecordConfig:
     """What is recorded and how."""
@@ -147,6 +173,8 @@ class RecordConfig:
     batch_size: int = 8
     samples_per_shard: int = 512
     dtype: torch.dtype = torch.bfloat16
+    layers: tuple[int, ...] = ()  # whose states are recorded, for block heads
+    reasoning: bool = False  # of answers that reason aloud; with `layers` alone
 
     def __post_init__(self) -> None:
         if min(self.batch_size, self.samples_per_shard) < 1:
@@ -154,6 +182,13 @@ class RecordConfig:
                 f"frames at a time and samples of a shard must be at least 1, got "
                 f"{self.batch_size} and {self.samples_per_shard}"
             )
+
+    def sampler(self, target: FeatureTarget) -> Sampler:
+        """What answers frames and reads the features."""
+        if not self.layers:
+            return lambda frames, episodes: [*target.sample(frames, episodes, self.dtype)]
+        recorder = StatesRecorder(target.policy, self.layers, self.reasoning)
+        return lambda frames, episodes: [*recorder.sample(frames, episodes, self.dtype)]
 
 
 def estimate(target: FeatureTarget, config: RecordConfig) -> tuple[int, int]:
@@ -163,7 +198,7 @@ def estimate(target: FeatureTarget, config: RecordConfig) -> tuple[int, int]:
     if not total:
         raise DataError("none of the episodes has a step, so there is nothing to record")
     episode, observation = next(config.source.observations())
-    return total, _bytes(target.sample([observation], [episode], config.dtype))
+    return total, _bytes(config.sampler(target)([observation], [episode]))
 
 
 def record(
@@ -178,16 +213,18 @@ def record(
             ":".join((str(path), str(config.source.stride), *config.source.cameras))
             for path in config.source.datasets
         ),
+        layers=config.layers,
     )
+    sample = config.sampler(target)
     writer = ShardWriter(folder, index)
     start = writer.index.next_observation
     rest = islice(config.source.observations(), start, None)
-    samples: list[HeadSample] = []
+    samples: list[Sample] = []
     size, last, held_bytes = min(config.batch_size, config.samples_per_shard), start - 1, 0
     with tqdm(desc="record", unit="action", initial=start, total=total, file=sys.stderr) as bar:
         for batch in iter(lambda: list(islice(rest, size)), []):
             episodes, observations = zip(*batch, strict=True)
-            fresh = target.sample(observations, episodes, config.dtype)
+            fresh = sample(observations, episodes)
             bar.update(len(batch))
             samples += fresh
             held_bytes += _bytes(fresh)
@@ -200,11 +237,12 @@ def record(
     return writer.index
 
 
-def _bytes(samples: Sequence[HeadSample]) -> int:
+def _bytes(samples: Sequence[Sample]) -> int:
     return sum(
         tensor.numel() * tensor.element_size()
         for one in samples
-        for tensor in (one.prompt_ids, one.patches, one.hidden, one.tokens)
+        for tensor in vars(one).values()
+        if isinstance(tensor, Tensor)
     )
 
 
@@ -217,6 +255,8 @@ def run(given: Namespace) -> int:
         EpisodeSource(tuple(given.sources), given.stride, read_cameras(given)),
         given.batch_size,
         dtype=torch.float32 if given.float32 else torch.bfloat16,
+        layers=given.layers,
+        reasoning=given.reasoning,
     )
     with shown():
         target = load_target(given)

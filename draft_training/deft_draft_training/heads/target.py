@@ -44,6 +44,11 @@ class FeatureTarget:
         """The embedding of every token, [token, width]."""
         return self.policy.token_model.target.decoder.embedding.weight.detach()
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Input embeddings of tokens, [..., width]."""
+        with torch.no_grad():
+            return self.policy.token_model.target.embed(tokens)
+
     @property
     def weight(self) -> Tensor:
         """Rows of the target's head for the action tokens, [token, width]."""

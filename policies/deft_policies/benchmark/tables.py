@@ -225,7 +225,7 @@ def plans_used(found: Sequence[Decoding]) -> str:
         if one.plan_meanings and one.rule:
             lines.append(f"{one.name} drafted by: {shares}")
             meanings |= one.plan_meanings
-    return "\n".join([*lines, *(f"- {name}: {text}" for name, text in meanings.items())])
+    return "\n".join([*lines, *(f"- {name} = {text}" for name, text in meanings.items())])
 
 
 def render(rows: Sequence[Mapping[str, str]]) -> str:

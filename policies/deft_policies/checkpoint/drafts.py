@@ -2,7 +2,7 @@
 
 An EAGLE-style head has `pytorch_model.bin` (the published Spec-VLA layout) or `model.safetensors`
 (ours) with the same tensor names. Its shapes come from the tensors, because the published
-configuration does not tell them all. Medusa's heads are in our layout alone.
+configuration does not tell them all. Medusa's heads and block heads are in our layout alone.
 """
 
 import json
@@ -22,12 +22,14 @@ from deft_policies.checkpoint.tensor_file import (
     write_tensors,
 )
 from deft_policies.errors import CheckpointError
+from deft_policies.model.block_head import BlockHead, BlockSizes, block_sizes
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads, head_sizes
-from deft_policies.model.sizes import LlamaSizes
+from deft_policies.model.sizes import LlamaSizes, TokenRange
 from deft_policies.model.tensor_names import layer_places
 
-_MEDUSA_FORMAT = "deft-medusa-1"
+_MEDUSA_FORMAT, _BLOCK_FORMAT = "deft-medusa-1", "deft-block-1"
 _MOST_HEADS = 64
+_MOST_LAYERS, _MOST_PLACES, _MOST_RANK = 8, 16, 4096  # of a block head
 _LAYER = "layers.0."
 _ATTENTION = _LAYER + "self_attn."
 # Beside the head's own tensors a published file repeats the target's embedding, and older ones
@@ -153,11 +155,20 @@ def save_medusa(heads: MedusaHeads, directory: Path) -> None:
 
 def is_medusa(directory: Path) -> bool:
     """Whether a draft-head directory holds Medusa heads; False if it cannot be told."""
+    return _format_of(directory) == _MEDUSA_FORMAT
+
+
+def is_block(directory: Path) -> bool:
+    """Whether a draft-head directory holds a block head; False if it cannot be told."""
+    return _format_of(directory) == _BLOCK_FORMAT
+
+
+def _format_of(directory: Path) -> object:
     try:
         config = json.loads((directory / "config.json").read_text())
     except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and config.get("format") == _MEDUSA_FORMAT
+        return None
+    return config.get("format") if isinstance(config, dict) else None
 
 
 def load_medusa(directory: Path, width: int, like: Tensor) -> MedusaHeads:
@@ -171,3 +182,58 @@ def load_medusa(directory: Path, width: int, like: Tensor) -> MedusaHeads:
         heads = MedusaHeads(width, config.count("num_heads", _MOST_HEADS))
     fill_module(heads, read_tensors(path), path, "export the heads again")
     return heads.to(like.device, like.dtype)
+
+
+def save_block(head: BlockHead, directory: Path) -> None:
+    """Write `config.json` and the weights."""
+    sizes = head.sizes
+    config = {
+        "format": _BLOCK_FORMAT,
+        "hidden_size": head.width,
+        "read_layers": list(sizes.read_layers),
+        "places": sizes.places,
+        "first_token": sizes.tokens.first,
+        "last_token": sizes.tokens.last,
+        "num_hidden_layers": sizes.backbone.num_layers,
+        "intermediate_size": sizes.backbone.mlp_width,
+        "rank": sizes.rank,
+    }
+    _write_config(config, directory)
+    write_tensors(dict(head.named_parameters()), directory / HeadLayout.SAFETENSORS.value)
+
+
+def load_block(directory: Path, target: LlamaSizes, like: Tensor) -> BlockHead:
+    """Read a block head for a target, on the device and in the dtype of `like`."""
+    sizes = read_block_sizes(directory, target)
+    path = directory / HeadLayout.SAFETENSORS.value
+    with torch.device("meta"):
+        head = BlockHead(sizes)
+    fill_module(head, read_tensors(path), path, "export the head again")
+    return head.to(like.device, like.dtype).requires_grad_(False).eval()
+
+
+def read_block_sizes(directory: Path, target: LlamaSizes) -> BlockSizes:
+    """What a block head for a target is made of, without its weights."""
+    if not is_block(directory):
+        raise CheckpointError(f"{directory}/config.json does not describe a block head")
+    config = JsonFields.load(directory / "config.json", "export the head again")
+    _check_width(directory, config.value("hidden_size", int), target.width)
+    tokens = TokenRange(config.value("first_token", int), config.value("last_token", int))
+    if not 0 <= tokens.first < tokens.last < target.vocabulary:
+        wanted = f"tokens {tokens.first} to {tokens.last} are not among {target.vocabulary}"
+        raise config.error("last_token", wanted)
+    layers = config.values("read_layers", int)
+    if list(layers) != sorted({*layers} & {*range(1, target.num_layers)}):
+        raise config.error(
+            "read_layers", f"must be some of 1 to {target.num_layers - 1}, each once and in order"
+        )
+    mlp_width = config.count("intermediate_size", 16 * target.width)
+    return block_sizes(
+        target,
+        tokens,
+        layers,
+        places=config.count("places", _MOST_PLACES),
+        num_layers=config.count("num_hidden_layers", _MOST_LAYERS),
+        mlp_width=mlp_width,
+        rank=config.count("rank", _MOST_RANK),
+    )

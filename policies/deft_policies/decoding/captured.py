@@ -228,6 +228,13 @@ class CapturedPasses:
             self.best = torch.zeros(num_nodes, dtype=torch.int64, device=weight.device)
             self.sums = torch.zeros(num_nodes, device=weight.device)
             self.answers = torch.zeros(num_nodes, dtype=torch.int64, device=weight.device)
+            # With those of other layers in front; None where nobody reads them.
+            self.states: Tensor | None = None
+            self.prompt_states: Tensor | None = None
+            if num_layers := len(passes.read_layers):
+                width = (1 + num_layers) * weight.shape[1]
+                self.states = weight.new_zeros(num_nodes, width)
+                self.prompt_states = weight.new_zeros(num_hidden, width)
 
     def _size_of_row(self, width: int) -> int:
         return NUM_HEADER + width * (2 + words_of(width))
@@ -295,9 +302,12 @@ class CapturedPasses:
             )
             positions = roots[:, None] + rows.depths
             attention = self._plain(embeds, positions, window, seen)
-        hidden = self._passes.run(embeds.flatten(0, 1), attention)
+        states: list[Tensor] = []
+        hidden = self._passes.run(embeds.flatten(0, 1), attention, states=states)
         here = slice(at, at + num_rows * width)
         self._write(here, hidden)
+        if self.states is not None:
+            torch.cat([*states, hidden], dim=1, out=self.states[here])
         answers = rows.header(ANSWER)[:, None]
         self.answers[here].view(num_rows, width).copy_(answers.expand(-1, width))
         return ()
@@ -353,11 +363,18 @@ class CapturedPasses:
         elif not keeps_hidden:
             last = fused.of_nodes(nodes[0])
         assert attention is not None
-        hidden = self._passes.run(embeds.flatten(0, 1), attention, last)
+        states: list[Tensor] = []
+        hidden = self._passes.run(embeds.flatten(0, 1), attention, last, states)
+        every = None if self.states is None else torch.cat([*states, hidden], dim=1)
         if keeps_hidden:
             self.prompt[:num_places].copy_(hidden)
             hidden = hidden[nodes[0]]
+            if self.prompt_states is not None and every is not None:
+                self.prompt_states[:num_places].copy_(every)
+                every = every[nodes[0]]
         self._write(slice(0, width), hidden)
+        if self.states is not None and every is not None:
+            self.states[:width].copy_(every)
         self.answers[:width].copy_(rows.header(ANSWER).expand(width))
         return ()
 

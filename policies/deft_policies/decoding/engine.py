@@ -7,9 +7,9 @@ owns every answer (`Sequence`); the device holds weights, keys and values.
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -23,10 +23,12 @@ from deft_policies.decoding.drafts import (
     Guesses,
     ModelSource,
     PluginSource,
+    captured_block,
     captured_head,
     heads,
 )
 from deft_policies.decoding.drafts import session as of_session
+from deft_policies.decoding.drafts.block import BlockDrafts
 from deft_policies.decoding.drafts.numbers import PreviousNumbers
 from deft_policies.decoding.drafts.previous_answer import PreviousAnswer
 from deft_policies.decoding.drafts.small_model import SmallModelDrafts
@@ -50,6 +52,7 @@ from deft_policies.decoding.trace import PassRecord
 from deft_policies.decoding.tree import DraftTree, merge
 from deft_policies.errors import NotFiniteError, PolicyError, RequestError
 from deft_policies.memory import STEPS_KEPT, SessionMemory
+from deft_policies.model.block_head import BlockHead
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads
 from deft_policies.model.kv_cache import Move
 from deft_policies.model.staging import to_device
@@ -76,6 +79,8 @@ class DraftModels:
     rope_offset: RopeOffset = RopeOffset.CORRECT
     key_mask: KeyMask = KeyMask.CAUSAL
     medusa: MedusaHeads | None = None
+    block: BlockHead | None = None
+    others: Mapping[str, Maker] = field(default_factory=dict)  # what makes them, by kind
     small_model: Target | None = None
 
     def makers(self, target: Target) -> dict[str, Maker]:
@@ -83,10 +88,13 @@ class DraftModels:
         files: dict[str, Callable[[Target], DraftSource]] = from_files("SOURCES")
         makers: dict[str, Maker] = {
             **{name: partial(make, target) for name, make in files.items()},
+            **self.others,
             kinds.PREVIOUS: of_session.PreviousAction,
             kinds.EXTRAPOLATION: lambda: of_session.Extrapolation(target.action_tokens),
             kinds.RECYCLED: of_session.JacobiDrafts,
         }
+        if (block := self.block) is not None:
+            makers[kinds.BLOCK] = lambda: BlockDrafts(block, target)
         if (medusa := self.medusa) is not None:
             makers[kinds.MEDUSA] = lambda: heads.MedusaDrafts(medusa, target)
         if (head := self.head) is not None:
@@ -126,12 +134,15 @@ class Engine:
         Where passes are captured, memory is set aside for answers of `longest_answer` tokens.
         """
         self.target = target
+        if models is not None and models.block is not None:
+            target.read_layers(models.block.sizes.read_layers)
         self.cache = target.new_cache()
         self.captured = target.set_aside(self.cache, widest, longest_answer + 1)
         self.sequences: list[Sequence] = []  # that have begun, by slot
         self._waiting: list[Sequence] = []  # for their prefill
         self._unread: list[_Pass] = []  # passes that the host has not read, the oldest first
         self._widest = widest
+        self._block = None if models is None else models.block
         self._makers = (models or DraftModels()).makers(target)
         self._makers[kinds.PREVIOUS_ANSWER] = lambda: PreviousAnswer(widest, self._width_of)
         self._makers[kinds.PREVIOUS_NUMBERS] = lambda: PreviousNumbers(widest, self._width_of)
@@ -286,12 +297,18 @@ class Engine:
         for index, sequence in enumerate(last.sequences):
             prompt = last.rows[index].prompt
             nodes = last.scores.nodes(index, last.trees[index])
-            watching = [one for one in sequence.round_sources if isinstance(one, ModelSource)]
-            for source in () if sequence.is_done else watching:
+            for source in sequence.round_sources:
+                if not isinstance(source, ModelSource):
+                    continue
+                if sequence.is_done and not source.reads_ends:
+                    continue
+                prompts, hidden = last.scores.prompts, last.scores.hidden
+                if source.reads_states and last.scores.states is not None:
+                    prompts, hidden = last.scores.prompt_states, last.scores.states
                 with sequence.failing():
                     if prompt is not None and source.reads_prompts:
-                        source.observe_prompt(sequence, prompt, last.scores.prompts[index])
-                    source.observe(sequence, last.scores.hidden[nodes], last.scores.logits[nodes])
+                        source.observe_prompt(sequence, prompt, prompts[index])
+                    source.observe(sequence, hidden[nodes], last.scores.logits[nodes])
 
     def _take_slots(self, joining: Items[Sequence]) -> list[Sequence]:
         """Give each the lowest free slot, as long as there are any; those that have one now."""
@@ -494,20 +511,24 @@ class Engine:
         passes = self.captured
         if passes is None:
             return
-        passes.keeps_hidden = kinds.HEAD in self._makers
+        trained = [kind for kind in (kinds.HEAD, kinds.BLOCK) if kind in self._makers]
+        passes.keeps_hidden = bool(trained)
         started, sizes = time.perf_counter(), self.target.decoder.sizes
         itemsize = self.target.decoder.embedding.weight.element_size()
         num_graphs = len(shapes_of(passes.reserve, passes.widest, passes.keeps_hidden))
         planned = passes.layout.bytes_of(sizes, itemsize, num_graphs)
-        if passes.keeps_hidden:
+        if kinds.HEAD in trained:
             planned |= captured_head.bytes_of(passes.layout, sizes, itemsize)
+        if self._block is not None:
+            planned |= captured_block.bytes_of(passes.layout, self._block.sizes, itemsize)
         said = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in planned.items())
         _log.info(
             "capturing %d passes and prefills; memory beside the weights: %s", num_graphs, said
         )
         passes.capture()
-        head = self._source(kinds.HEAD) if passes.keeps_hidden else None
-        if isinstance(head, ModelSource):
+        for kind in trained:
+            head = self._source(kind)
+            assert isinstance(head, ModelSource)
             head.capture(passes.layout)
         _log.info("captured in %.0f s", time.perf_counter() - started)
 

@@ -9,6 +9,7 @@ PREVIOUS = "previous"  # the target's own last action
 EXTRAPOLATION = "extrapolation"  # the last actions, continued in a straight line
 NGRAM = "ngram"  # what followed the same tokens earlier in the session
 RECYCLED = "recycled"  # the target's predictions after its last mismatch (Jacobi)
+BLOCK = "block"  # a trained head that drafts a block of tokens in one pass
 MEDUSA = "medusa"  # parallel heads, one per position ahead
 SMALL_MODEL = "small-model"  # a cheaper model of the same actions
 TOKEN_RECYCLING = "token-recycling"  # what the target last predicted after the same tokens
@@ -20,6 +21,7 @@ OUR_KINDS = (
     PREVIOUS,
     EXTRAPOLATION,
     RECYCLED,
+    BLOCK,
     MEDUSA,
     SMALL_MODEL,
 )

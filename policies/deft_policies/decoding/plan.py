@@ -193,11 +193,8 @@ class Plan:
         if not {*self.rounds}.isdisjoint(_GROWING):
             later += f" ({self.shape.meaning})"
         if before == later:
-            return f"guesses {later} in every pass"
-        in_prefill = (
-            f"guesses {before} in the prefill" if before else "guesses nothing in the prefill"
-        )
-        return f"{in_prefill}, then {later or 'nothing'}"
+            return f"every pass: {later}"
+        return f"prefill: {before or 'nothing'}; later passes: {later or 'nothing'}"
 
 
 PLAIN = Plan("plain")

@@ -19,6 +19,7 @@ from torch import Tensor
 from deft_policies.decoding.captured import CapturedPasses
 from deft_policies.decoding.sampling import first_maximum
 from deft_policies.decoding.tree import DraftTree
+from deft_policies.errors import PolicyError
 from deft_policies.model.graphs import StepRunner
 from deft_policies.model.kv_cache import STRIP, CacheWindow, KVCache
 from deft_policies.model.llama import LlamaDecoder, added_mask, first_layers
@@ -99,12 +100,19 @@ class Scores:
     answers: Tensor  # [node], whose it is
     first: list[int]  # [row], the row's node 0
     prompts: dict[int, Tensor] = field(default_factory=dict)  # row: hidden [position, width]
+    # The same with the hidden states behind the layers that are read, in front of the last ones:
+    # [node, (layers + 1) * width], and of prompts. None, and empty, where no layers are read.
+    states: Tensor | None = None
+    prompt_states: dict[int, Tensor] = field(default_factory=dict)
 
     @staticmethod
-    def joined(parts: "Sequence[Scores]", prompts: dict[int, Tensor]) -> "Scores":
+    def joined(
+        parts: "Sequence[Scores]", prompts: dict[int, Tensor], prompt_states: dict[int, Tensor]
+    ) -> "Scores":
         """Scores of rows that were computed one after the other."""
         if len(parts) == 1:
-            return replace(parts[0], prompts=prompts)
+            return replace(parts[0], prompts=prompts, prompt_states=prompt_states)
+        states = [part.states for part in parts if part.states is not None]
         first = [0, *accumulate(len(part.best) for part in parts)]
         return Scores(
             torch.cat([part.logits for part in parts]),
@@ -114,6 +122,8 @@ class Scores:
             torch.cat([part.answers for part in parts]),
             first[:-1],
             prompts,
+            torch.cat(states) if states else None,
+            prompt_states,
         )
 
     def clone(self) -> "Scores":
@@ -126,6 +136,8 @@ class Scores:
             self.answers.clone(),
             self.first,
             self.prompts,
+            None if self.states is None else self.states.clone(),
+            self.prompt_states,
         )
 
     def nodes(self, row: int, tree: DraftTree) -> slice:
@@ -177,6 +189,16 @@ class Target:
         where = f", with {torch.get_num_threads()} thread(s)" if self.device.type == "cpu" else ""
         return f"bit-equal to plain decoding's: this machine was asked{where}"
 
+    def read_layers(self, layers: Sequence[int]) -> None:
+        """Have every pass keep the hidden states behind some layers, counted from 1, as well."""
+        most = self.decoder.sizes.num_layers - 1
+        if list(layers) != sorted({*layers}) or not all(1 <= one <= most for one in layers):
+            raise PolicyError(
+                f"layers that are read must be from 1 to {most}, each once and in order (behind "
+                f"the last one the final states are read anyway), got {list(layers)}"
+            )
+        self.passes.read_layers = tuple(layers)
+
     def new_cache(self) -> KVCache:
         """Memory for slots of its own."""
         return KVCache(self.decoder.sizes, self.decoder.embedding.weight)
@@ -221,7 +243,7 @@ class Target:
             first = passes.run_passes(rows)
             last = max(at + row.tree.num_nodes for at, row in zip(first, rows, strict=True))
             return _scores_of(passes, first, last)
-        parts, prompts = [], {}
+        parts, prompts, prompt_states = [], {}, {}
         for index, row in enumerate(rows):
             hidden = passes.run_prefill(row)
             found = _scores_of(passes, [0], row.tree.num_nodes)
@@ -229,7 +251,10 @@ class Target:
             parts.append(found if is_last else found.clone())
             if hidden is not None and row.keeps_hidden:
                 prompts[index] = hidden if is_last else hidden.clone()
-        return Scores.joined(parts, prompts)
+                if passes.prompt_states is not None:
+                    states = passes.prompt_states[: len(hidden)]
+                    prompt_states[index] = states if is_last else states.clone()
+        return Scores.joined(parts, prompts, prompt_states)
 
     def _packed(self, cache: KVCache, rows: Sequence[PassRow]) -> Scores:
         """A CPU's pass."""
@@ -265,8 +290,10 @@ class Target:
         # In bfloat16 what a row adds up must not depend on the length of its neighbours.
         if embeds.dtype == torch.float32 and _are_beside(packed):
             attention = _together(cache, packed, attention)
-        hidden = self.passes.run(embeds, attention, last)
-        return self._scores_of(rows, packed, hidden)
+        states: list[Tensor] = []
+        hidden = self.passes.run(embeds, attention, last, states)
+        every = torch.cat([*states, hidden], dim=1) if states else None
+        return self._scores_of(rows, packed, hidden, every)
 
     def _embeds_of(self, rows: Sequence[PassRow], tokens: list[int]) -> Tensor:
         """Decoder inputs of all tokens of a pass, [token, width]."""
@@ -284,21 +311,29 @@ class Target:
         return torch.cat(parts)
 
     def _scores_of(
-        self, rows: Sequence[PassRow], packed: Sequence[PackedRow], hidden: Tensor
+        self,
+        rows: Sequence[PassRow],
+        packed: Sequence[PackedRow],
+        hidden: Tensor,
+        states: Tensor | None,
     ) -> Scores:
-        first, prompts, nodes, at = [], {}, list[Tensor](), 0
+        first, prompts, nodes, at = [], {}, list[slice](), 0
+        prompt_states: dict[int, Tensor] = {}
         num_nodes = 0
         for index, (row, one) in enumerate(zip(rows, packed, strict=True)):
             size = one.num_tokens if one.wanted is None else len(one.wanted)
-            mine = hidden[at : at + size]
             if row.keeps_hidden:
-                prompts[index] = mine[: row.start + 1]
-            nodes.append(mine[-row.tree.num_nodes :])
+                of_prompt = slice(at, at + row.start + 1)
+                prompts[index] = hidden[of_prompt]
+                if states is not None:
+                    prompt_states[index] = states[of_prompt]
+            nodes.append(slice(at + size - row.tree.num_nodes, at + size))
             first.append(num_nodes)
             num_nodes += row.tree.num_nodes
             at += size
         if num_nodes < len(hidden):
-            hidden = nodes[0] if len(nodes) == 1 else torch.cat(nodes)
+            hidden = _of_nodes(hidden, nodes)
+            states = None if states is None else _of_nodes(states, nodes)
         logits = self.logits(hidden)
         answers = [row.number for row in rows for _ in row.tree.tokens]
         return Scores(
@@ -309,6 +344,8 @@ class Target:
             to_device(answers, self.device),
             first,
             prompts,
+            states,
+            prompt_states,
         )
 
     def logits_along(
@@ -335,6 +372,11 @@ class Target:
             if given is None and stop is not None and token == stop:
                 break
         return found
+
+
+def _of_nodes(values: Tensor, nodes: Sequence[slice]) -> Tensor:
+    """Some rows of [token, width], as few copies as it takes."""
+    return values[nodes[0]] if len(nodes) == 1 else torch.cat([values[one] for one in nodes])
 
 
 def _are_beside(rows: Sequence[PackedRow]) -> bool:
@@ -386,7 +428,8 @@ def _scores_of(passes: CapturedPasses, first: list[int], num_nodes: int) -> Scor
     here = slice(0, num_nodes)
     logits, hidden = passes.logits[here], passes.hidden[here]
     best, sums, answers = passes.best[here], passes.sums[here], passes.answers[here]
-    return Scores(logits, hidden, best, sums, answers, first)
+    states = None if passes.states is None else passes.states[here]
+    return Scores(logits, hidden, best, sums, answers, first, states=states)
 
 
 def self_draft_target(target: Target, num_layers: int) -> Target:

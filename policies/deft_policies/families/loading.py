@@ -11,7 +11,13 @@ from threading import Event
 import torch
 
 from deft_policies.base import Finding, Verdict
-from deft_policies.checkpoint.drafts import is_medusa, load_head, load_medusa
+from deft_policies.checkpoint.drafts import (
+    is_block,
+    is_medusa,
+    load_block,
+    load_head,
+    load_medusa,
+)
 from deft_policies.checkpoint.open import (
     CheckpointSource,
     check_memory,
@@ -195,7 +201,9 @@ def _load_drafts(options: ModelOptions, model: TokenModel) -> DraftModels:
         rope_offset=options.rope_offset, key_mask=options.key_mask, small_model=small
     )
     for directory in options.draft_heads:
-        if is_medusa(directory):
+        if is_block(directory):
+            drafts = replace(drafts, block=load_block(directory, target.decoder.sizes, like))
+        elif is_medusa(directory):
             drafts = replace(drafts, medusa=load_medusa(directory, width, like))
         else:
             drafts = replace(drafts, head=load_head(directory, width, like))

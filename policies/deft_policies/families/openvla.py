@@ -11,11 +11,11 @@ from torch import Tensor
 
 from deft_client.image_chain import ImageChain
 from deft_client.types import Observation
-from deft_policies.checkpoint.drafts import is_medusa
+from deft_policies.checkpoint.drafts import is_block, is_medusa, read_block_sizes
 from deft_policies.checkpoint.open import Checkpoint, CheckpointSource, open_source
 from deft_policies.decoding.captured import Layout, shapes_of
 from deft_policies.decoding.clock import Stage, StageClock
-from deft_policies.decoding.drafts import captured_head
+from deft_policies.decoding.drafts import captured_block, captured_head
 from deft_policies.decoding.engine import WIDEST
 from deft_policies.decoding.plan import MOST_LEVELS
 from deft_policies.decoding.sequence import AnswerSpec
@@ -239,10 +239,15 @@ class OpenVLAFamily(Family):
     def planned_bytes(self, dtype: torch.dtype) -> Mapping[str, int]:
         """Of the decoder's passes and a head's; the towers' graphs are small beside them."""
         layout = Layout(self.reserve, self.widest, self.longest_answer + 1)
-        num_graphs = len(shapes_of(self.reserve, self.widest, bool(self.options.draft_heads)))
+        readers = [one for one in self.options.draft_heads if not is_medusa(one)]
+        num_graphs = len(shapes_of(self.reserve, self.widest, bool(readers)))
         planned = layout.bytes_of(self.config.llm, dtype.itemsize, num_graphs)
-        if not all(map(is_medusa, self.options.draft_heads)):
-            planned |= captured_head.bytes_of(layout, self.config.llm, dtype.itemsize)
+        for directory in readers:
+            if is_block(directory):
+                sizes = read_block_sizes(directory, self.config.llm)
+                planned |= captured_block.bytes_of(layout, sizes, dtype.itemsize)
+            else:
+                planned |= captured_head.bytes_of(layout, self.config.llm, dtype.itemsize)
         return planned
 
     def load(

@@ -18,6 +18,7 @@ READING_ORDER = (
     "deft",
     "numbers",
     "spec_vla",
+    "block",
     "fly",
     "lvspec",
     "small_model",

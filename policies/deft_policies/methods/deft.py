@@ -1,13 +1,13 @@
 """Deft: drafts within physical limits, inside a drift budget of the episode.
 
 Let d be the draft at position k, t the target's token, u_k the size of a bin in millimetres or
-degrees, and D_k the drift: executed minus the target's own, summed over past steps. A draft stands
-if both hold:
+degrees, and D_k the drift: executed minus the target's own, summed over past steps. A draft is
+accepted if both hold:
 
     |d - t| u_k <= limit of k's group
     |leak D_k + (d - t)| u_k <= budget of k's group
 
-A gripper stands by its class, open or closed, which is all the robot acts on. With leak = 1 the
+A gripper is judged by its class, open or closed, which is all the robot acts on. With leak = 1 the
 sum of what was executed never differs from the sum of what the target answered by more than the
 budget. So accepted drafts can neither hold a robot still nor drag it along. Drafts come from the
 target's own tokens, never from executed ones.
@@ -15,7 +15,7 @@ target's own tokens, never from executed ones.
 `move` is in millimetres and `turn` in degrees; `cap` is in bins, for dimensions whose bins have no
 known size. They were chosen on tiny-libero.
 
-Numbers: docs/results.md, "As served" and "Where relaxed acceptance helps, and where it hurts".
+Numbers: docs/results.md and docs/results/methods.md.
 """
 
 from __future__ import annotations

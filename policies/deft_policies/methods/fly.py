@@ -1,7 +1,7 @@
-"""FLy (ICLR 2026): a miss stands where the target is unsure and its next tokens agree.
+"""FLy (ICLR 2026): a miss is accepted where the target is unsure and its next tokens agree.
 
 In the paper's letters: h_j is the target's entropy at position j, as a share of the largest there
-can be, theta the gate, W the window. A draft that misses at j stands if h_j >= theta and the next
+can be, theta the gate, W the window. A draft that misses at j is kept if h_j >= theta and the next
 W drafts match; theta = 0.3, W = 6. A small model drafts a chain, sped up by n-grams
 (`multi_level`).
 
@@ -10,8 +10,7 @@ action does. `clip=off` is the paper to the letter, `gate=off` FLy without its g
 FLy-. `cap` also bounds the distance of action tokens, and `text=on` relaxes words of a text, as the
 paper does.
 
-Numbers: docs/results.md, "Where relaxed acceptance helps, and where it hurts" and "Words that are
-relaxed".
+Numbers: docs/results/methods.md and docs/results/texts.md.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeferredWindow(TreeRule):
-    """A miss at depth j stands if h_j >= theta and the next min(W, left) drafts match (FLy).
+    """A miss at depth j is kept if h_j >= theta and the next min(W, left) drafts match (FLy).
 
     h is the target's entropy over its whole vocabulary, as a share of the largest there can be.
     Without the gate every miss is deferred; with a window of 0 the gate alone decides (FLy-).

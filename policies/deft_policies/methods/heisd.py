@@ -6,7 +6,7 @@ rotation apart; the gripper is exact. What earlier passes of the action have spe
 Named `heisd-like` because HeiSD drafts from a database of demonstrations and skips the
 verification of some actions. Here the last action and the head draft, and every token is verified.
 
-Numbers: docs/results.md, "Where relaxed acceptance helps, and where it hurts".
+Numbers: docs/results/methods.md.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ action.
 Named `kerv-like` because KERV executes every fourth action without verifying it. Here every token
 is verified.
 
-Numbers: docs/results.md, "Where relaxed acceptance helps, and where it hurts".
+Numbers: docs/results/methods.md.
 """
 
 from __future__ import annotations

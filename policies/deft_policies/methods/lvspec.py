@@ -2,7 +2,7 @@
 
 In the paper's letters: A_i is the mean of the N largest cosines between the hidden state h_i of
 draft i and those of the image patches (eq. 8). Of the K drafts of a branch the floor(lambda K)
-with the smallest A_i are loose and stand whatever the target says (eq. 9-10). A miss also stands
+with the smallest A_i are loose: they are accepted whatever the target says (eq. 9-10). So is a miss
 where the target's own token is drafted elsewhere on the branch (eq. 11). N = 10, lambda = 0.7.
 
 The tokens of an action are different dimensions, so that the same token drafted four dimensions
@@ -10,8 +10,7 @@ later excuses nothing: the method bounds such a shift by 9 bins. `shift_cap=none
 the letter. A small model drafts, looking at a tenth of the patches. `text=on` relaxes words of a
 text.
 
-Numbers: docs/results.md, "Where relaxed acceptance helps, and where it hurts" and "Words that are
-relaxed".
+Numbers: docs/results/methods.md and docs/results/texts.md.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Near top (TensorRT-LLM's relaxed acceptance): drafts nearly as likely as the best token.
 
-d stands if it is among the target's N likeliest action tokens and p(d) >= max p - delta; N = 10,
-delta = 0.6. TensorRT-LLM relaxes so while a model thinks; here actions are relaxed, and words are
-exact.
+d is accepted if it is among the target's N likeliest action tokens and p(d) >= max p - delta; N =
+10, delta = 0.6. TensorRT-LLM relaxes so while a model thinks; here actions are relaxed, and words
+are exact.
 
-Numbers: docs/results.md, "Where relaxed acceptance helps, and where it hurts".
+Numbers: docs/results/methods.md.
 """
 
 from __future__ import annotations

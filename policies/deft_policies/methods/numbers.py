@@ -1,4 +1,4 @@
-"""Numbers: near numbers stand where an action is written as text.
+"""Numbers: near numbers are accepted where an action is written as text.
 
 VLA-0 writes its actions as whole numbers. A digit means nothing without those beside it, so
 numbers are judged whole, in robot units. Behind a digit that differs the target is not asked
@@ -26,7 +26,7 @@ from deft_policies.decoding.acceptance.rule import (
 
 @dataclass(frozen=True)
 class WithinNumbers(TreeRule):
-    """A drafted number stands if the farthest number that the target could write is near (ours).
+    """A drafted number is accepted if the farthest that the target could write is near (ours).
 
     Behind a digit that differs the target is not asked again: every number counts that begins with
     its digits and may stand in an answer, whatever its length. `move` and `turn` are limits in

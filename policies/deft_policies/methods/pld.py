@@ -2,12 +2,12 @@
 
 The session's own actions are one long sequence. The last three tokens, or fewer if those never
 occurred, are looked up at the same place of an earlier action, the newest first. What followed
-them is the draft. Tokens of different places are never mixed. A draft stands where it is the
-target's own token.
+them is the draft. Tokens of different places are never mixed. A draft is accepted
+where it is the target's own token.
 
 The original searches the prompt, too; the prompt of a robot holds no action.
 
-Numbers: docs/results.md, "Where relaxed acceptance helps, and where it hurts".
+Numbers: docs/results/methods.md.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Ratio test (Leviathan et al. 2023): sampling that is exact in distribution.
 
-With p the target's odds and q those by which a draft was drawn, a draft stands with probability
-min(1, p / q). One that falls leaves max(0, p - q) / Z, by which its next sibling is judged or the
-bonus is drawn. So tokens have exactly the target's distribution, in trees as in chains. Drafts are
-drawn at random, from the head or the small model, at the temperature of the answer.
+With p the target's odds and q those by which a draft was drawn, a draft is accepted with
+probability min(1, p / q). One that falls leaves max(0, p - q) / Z, by which its next sibling is
+judged or the bonus is drawn. So tokens have exactly the target's distribution, in trees as in
+chains. Drafts are drawn at random, from the head or the small model, at the temperature of the
+answer.
 
 `lossless` samples exactly, too, and gives the very tokens of plain sampling with the same seed;
 the ratio test gives others, and accepts more drafts.
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RatioTest(ChoosingRule):
-    """d stands with probability min(1, p(d) / q(d)); see `ratio_test`."""
+    """d is accepted with probability min(1, p(d) / q(d)); see `ratio_test`."""
 
     def choose(self, sequence: Sequence, tree: DraftTree, logits: Tensor) -> Tensor:
         """The last node and the bonus."""
@@ -38,10 +39,10 @@ class RatioTest(ChoosingRule):
 def ratio_test(sequence: Sequence, tree: DraftTree, logits: Tensor) -> Tensor:
     """The last node to commit and the bonus, [2].
 
-    Walk down from the root. A draft stands with probability min(1, odds / q); `odds` begin as the
-    target's p. One that falls leaves max(0, odds - q) / Z to judge its next sibling by, or to draw
-    the bonus from. So the tokens have exactly the target's distribution, in trees as in chains. A
-    stop token that stands is the bonus.
+    Walk down from the root. A draft is accepted with probability min(1, odds / q); `odds` begin as
+    the target's p. One that falls leaves max(0, odds - q) / Z to judge its next sibling by, or to
+    draw the bonus from. So the tokens have exactly the target's distribution, in trees as in
+    chains. A stop token that is accepted is the bonus.
 
     No step reads from the device: whatever happens there is a tensor of one number.
     """

@@ -12,7 +12,7 @@ Left out: the published code gives the nodes of a head's tree wrong positions. H
 `--draft-rope published` and `--draft-key-mask prefix-only` play published heads as they were
 trained.
 
-Numbers: docs/results.md, "Spec-VLA".
+Numbers: docs/results.md, "The papers' methods on one engine" and docs/results/spec_vla.md.
 """
 
 from dataclasses import dataclass

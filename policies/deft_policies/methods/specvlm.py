@@ -1,7 +1,7 @@
 """SpecVLM: a tree from a model that looks at a tenth of the image patches.
 
 The draft model sees the same prompt with 90 % of its patches left out, and drafts EAGLE-1's static
-tree of 25 drafts. A draft stands where it is the target's own token.
+tree of 25 drafts. A draft is accepted where it is the target's own token.
 
 Left out: the paper chooses the patches by the target's attention. Here they are spread evenly.
 

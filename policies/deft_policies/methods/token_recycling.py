@@ -1,13 +1,13 @@
 """Token Recycling (Luo et al. 2025): a tree of what the target last said after the same tokens.
 
 A table holds, for every token, what the target predicted to come next when it last saw that token,
-candidates that were rejected included. A tree of EAGLE-1's shape is read off it. A draft stands
-where it is the target's own token.
+candidates that were rejected included. A tree of EAGLE-1's shape is read off it. A draft is
+accepted where it is the target's own token.
 
 The table is of action tokens alone. It begins with the session's actions and ends with the answer,
 so that the same session drafts the same on any machine.
 
-Numbers: docs/results.md, "Where relaxed acceptance helps, and where it hurts".
+Numbers: docs/results/methods.md.
 """
 
 from __future__ import annotations

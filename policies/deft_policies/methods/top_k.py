@@ -1,12 +1,12 @@
 """Top k (SpecDec, Xia et al. 2022): drafts among the target's k likeliest.
 
-d stands if it is among the k likeliest action tokens of the target, k = 5. It knows odds and no
-distances: a likely token may lie at the other end of the range.
+d is accepted if it is among the k likeliest action tokens of the target, k = 5. It knows odds and
+no distances: a likely token may lie at the other end of the range.
 
 Left out: the paper also bounds how much less likely than the best a draft may be; that is
 `near-top`.
 
-Numbers: docs/results.md, "Where relaxed acceptance helps, and where it hurts".
+Numbers: docs/results/methods.md.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 |d - t| <= r with both d and t action tokens: Spec-VLA's eq. 5 as one would write it. `radius` is
 r.
 
-Numbers: docs/results.md, "Where relaxed acceptance helps, and where it hurts".
+Numbers: docs/results/methods.md.
 """
 
 from dataclasses import dataclass

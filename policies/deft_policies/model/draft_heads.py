@@ -94,7 +94,7 @@ class EagleHead(nn.Module):
         return out
 
 
-class _SteadyAttention(Attention):
+class SteadyAttention(Attention):
     """Sums in float64, so that drafts do not hang on how many answers share a pass."""
 
     @property
@@ -159,7 +159,7 @@ class HeadPasses:
         )
         if self._kernels is None:
             return Attention(sizes, cos, sin, added_mask(seen, like.dtype), window=window)
-        return _SteadyAttention(sizes, cos, sin, added_mask(seen, torch.float64), window=window)
+        return SteadyAttention(sizes, cos, sin, added_mask(seen, torch.float64), window=window)
 
     def _rotation(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin; what is padding may lie beyond the last position."""

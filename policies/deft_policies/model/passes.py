@@ -57,6 +57,8 @@ class LlamaPasses:
         self._rotary = decoder.rotary
         self._layers = [_LayerWeights(layer, kernels, packs) for layer in decoder.layers]
         self._norm = _Norm(decoder.norm, kernels)
+        # Layers, counted from 1, behind which hidden states are kept for who reads several.
+        self.read_layers: tuple[int, ...] = ()
         self.is_fused = decoder.sizes.gate == "silu" and all(
             one.is_fused for layer in self._layers for one in layer.projections
         )
@@ -69,21 +71,27 @@ class LlamaPasses:
                 one.rows = self.rows
 
     def run(
-        self, embeds: Tensor, attention: MixesTokens, last: MixesTokens | None = None
+        self,
+        embeds: Tensor,
+        attention: MixesTokens,
+        last: MixesTokens | None = None,
+        states: list[Tensor] | None = None,
     ) -> Tensor:
         """Hidden states after the final norm, [token, width], of tokens [token, width].
 
         `last` is the attention of the last layer, where that computes only some tokens. Every other
-        layer computes every token, because later layers read their keys.
+        layer computes every token, because later layers read their keys. The hidden states behind
+        each of `read_layers` are appended to `states`, of the same tokens.
         """
         if isinstance(attention, FusedAttention) and self.is_fused:
             assert last is None or isinstance(last, FusedAttention)
-            return self._run_fused(attention.kernels, embeds, attention, last)
+            return self._run_fused(attention.kernels, embeds, attention, last, states)
         # A copy, because layers add to it in place.
         hidden, branch = self.padded(embeds.clone()), None
         final = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             fused = layer.qkv.apply(layer.attention_norm.apply(hidden, branch))
+            self._note(index, hidden, last or attention, states)
             if index == final and last is not None:
                 attention = last
                 hidden = self.padded(attention.keep(hidden))
@@ -98,11 +106,13 @@ class LlamaPasses:
         embeds: Tensor,
         attention: FusedAttention,
         last: FusedAttention | None,
+        states: list[Tensor] | None,
     ) -> Tensor:
         """`run` where every matrix is multiplied by a fused kernel: seven launches a layer."""
         hidden = embeds.clone()
         final = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
+            self._note(index, hidden, last or attention, states)
             normed = layer.attention_norm.apply(hidden, None)
             queries = attention.project(index, normed, layer.qkv.matrix)
             if index == final and last is not None:
@@ -111,6 +121,14 @@ class LlamaPasses:
             opened = kernels.open(layer.mlp_norm.apply(hidden, None), layer.gate_up.matrix)
             kernels.product(opened, layer.down.matrix, residual=hidden)
         return self._norm.apply(hidden, None)
+
+    def _note(
+        self, layer: int, hidden: Tensor, wanted: MixesTokens, states: list[Tensor] | None
+    ) -> None:
+        """Copy the hidden states in front of a layer, counted from 0, where somebody reads them."""
+        if states is not None and layer in self.read_layers:
+            kept = wanted.keep(hidden)
+            states.append((kept.clone() if kept is hidden else kept)[: wanted.num_out])
 
     def padded(self, rows: Tensor) -> Tensor:
         """[row, width] as its products need it."""

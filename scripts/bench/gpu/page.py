@@ -1,4 +1,4 @@
-"""Tables that a GPU gave, in docs/performance.md and the README, made from the lines of its runs.
+"""Tables that a GPU gave, on pages and in the README, made from the lines of its runs.
 
 `python -m scripts.bench.gpu.page` writes them anew. A block of a page names the file of lines
 below docs/results and the question: `<!-- gpu gpu-h200/gpu_run frames -->`. It may also name the
@@ -12,7 +12,13 @@ import sys
 
 from scripts.bench.gpu.asking import ROOT, Answer, State
 
-PAGES = (ROOT / "docs" / "performance.md", ROOT / "README.md")
+_DOCS = ROOT / "docs"
+PAGES = (
+    ROOT / "README.md",
+    _DOCS / "performance.md",
+    _DOCS / "results.md",
+    _DOCS / "results" / "gpu.md",
+)
 _RESULTS = ROOT / "docs" / "results"
 _BLOCK = re.compile(r"<!-- gpu (\S+) (\S+?)(?:: (.+?))? -->\n.*?<!-- end of gpu -->\n", re.S)
 

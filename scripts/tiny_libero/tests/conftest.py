@@ -1,3 +1,3 @@
-"""Properties draw what those of the product draw."""
+"""Properties draw what those of the product draw, and what this machine cannot run is skipped."""
 
-import tests.conftest  # noqa: F401
+from tests.conftest import pytest_collection_modifyitems as pytest_collection_modifyitems

@@ -19,8 +19,7 @@ from deft_policies import tiny_libero
 from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.constant import ConstantPolicy
 from deft_policies.errors import NoActionError
-from tests.client.libero.simulated import needs_simulator
-from tests.draft_training.made_up import write_demonstrations
+from tests.demonstrations import write_demonstrations
 from tests.standins import stand_ins
 from tests.typed import next_command
 from tiny_libero_recipe import demos
@@ -125,8 +124,6 @@ def test_where_a_text_holds_no_action_the_expert_acts():
 
 @pytest.mark.libero
 class TestInLibero:
-    pytestmark = needs_simulator
-
     def test_labels_are_the_experts_whoever_plays(self):
         settings = DemosSettings("libero_object", tasks=(5,), frame_size=48)
         environment = LiberoEnvironment(

@@ -6,14 +6,14 @@ import pytest
 from deft_client.libero.errors import SimulationError
 from deft_client.libero.simulator.conventions import CLOSE, OPEN
 from deft_client.libero.simulator.suites import find_suite, find_task
-from tests.client.libero.simulated import PHYSICS, needs_simulator, physics, settle
+from tests.client.libero.simulated import PHYSICS, physics, settle
 from tiny_libero_recipe.expert.expert import Expert, Watch, read_goals
 from tiny_libero_recipe.expert.motion import Manner
 from tiny_libero_recipe.expert.pick import Phase
 from tiny_libero_recipe.play import DemosSettings
 from tiny_libero_recipe.pool import DemosJob, record
 
-pytestmark = needs_simulator
+pytestmark = pytest.mark.libero
 
 
 def begin(suite: str, number: int, trial: int):

@@ -17,7 +17,7 @@ from deft_policies.families.vla0.model import Vla0, read_numbers_text, to_action
 from deft_policies.families.vla0.prompt import prompt_text
 from deft_policies.families.vla0.run_folder import read_run
 from deft_policies.model.formats import Precision
-from tests.draft_training.made_up import write_demonstrations
+from tests.demonstrations import write_demonstrations
 from tests.typed import next_command
 from tiny_libero_recipe.data import AugmentConfig
 from tiny_libero_recipe.episodes import load_demonstrations

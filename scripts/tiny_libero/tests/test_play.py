@@ -12,7 +12,6 @@ from deft_client.libero.simulator.environment import EnvironmentSettings, Libero
 from deft_client.libero.simulator.scene import Goal
 from deft_client.libero.simulator.suites import find_task
 from deft_client.peers.conventions import to_robosuite
-from tests.client.libero.simulated import needs_simulator
 from tests.standins import stand_ins
 from tests.typed import next_command
 from tiny_libero_recipe.demos import main
@@ -26,7 +25,7 @@ from tiny_libero_recipe.play import (
 )
 from tiny_libero_recipe.pool import DemosJob, missing_keys, record
 
-pytestmark = needs_simulator
+pytestmark = pytest.mark.libero
 SMALL = EnvironmentSettings(frame_size=48, assets_folder=stand_ins())
 SETTINGS = DemosSettings(
     "libero_object", tasks=(5,), episodes=2, trials=(0, 1), frame_size=48, encoding="png"

@@ -19,7 +19,7 @@ from deft_draft_training.errors import ConfigError, DataError
 from deft_policies.base import ActRequest
 from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
-from tests.draft_training.made_up import INSTRUCTIONS, write_demonstrations
+from tests.demonstrations import INSTRUCTIONS, write_demonstrations
 from tests.typed import next_command
 from tiny_libero_recipe.train import decided, entropy_of_motion, main
 
@@ -75,7 +75,7 @@ def test_a_new_task_joins_without_a_change_of_tokens(demos: Path, of_a_new_task:
     assert chunk.actions.shape == (1, 7)
 
 
-def test_it_says_how_much_the_labels_of_each_direction_hold(
+def test_training_says_how_much_the_labels_of_each_direction_hold(
     demos: Path, capsys: pytest.CaptureFixture[str]
 ):
     train([demos], "first")
@@ -90,7 +90,7 @@ def test_entropy_counts_the_tokens_of_steps_that_move():
     assert entropy_of_motion(tokens * 0, labels).tolist() == [0.0]
 
 
-def test_it_ends_with_the_command_that_serves_what_was_trained(
+def test_training_ends_with_the_command_that_serves_what_was_trained(
     demos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint = train([demos], "first")

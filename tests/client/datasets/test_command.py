@@ -8,7 +8,7 @@ from deft_client.datasets.episodes import StoredEpisode
 from deft_client.datasets.formats import read_dataset
 from deft_client.recordings import EpisodeHeader, RecordedStep, encode_header, encode_step
 from deft_client.types import ActionChunk, ActOptions, Intervention, Observation
-from tests.draft_training.made_up import write_demonstrations
+from tests.demonstrations import write_demonstrations
 
 pytest.importorskip("pyarrow", reason="pip install 'deft-client[datasets]'")
 

@@ -21,7 +21,7 @@ def python(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.timeout(600)  # installing takes a minute or two, once
-def test_its_loader_finds_the_pixels_actions_states_and_tasks(python, tmp_path):
+def test_lerobots_loader_finds_the_pixels_actions_states_and_tasks(python, tmp_path):
     wanted = episodes()
     write_lerobot(wanted, tmp_path / "set", fps=20)
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HOME": str(tmp_path), "PYTHONPATH": ""}

@@ -1,20 +1,12 @@
-"""What the tests share that run the simulator: marks, and environments that are built once."""
+"""Environments of the simulator that its tests share; each is built once."""
 
 from functools import cache
-from importlib.util import find_spec
-
-import pytest
 
 from deft_client.libero.simulator.conventions import WAIT_STEPS, wait_action
 from deft_client.libero.simulator.environment import EnvironmentSettings, LiberoEnvironment
 from deft_client.libero.simulator.graphics import Renderer
 from deft_client.libero.simulator.suites import find_task
 from tests.standins import stand_ins
-
-needs_simulator = [
-    pytest.mark.libero,
-    pytest.mark.skipif(find_spec("robosuite") is None, reason="needs `make install-libero`"),
-]
 
 # What fast tests run on: no pictures, and simple scenes.
 PHYSICS = EnvironmentSettings(renderer=Renderer.NONE, assets_folder=stand_ins())

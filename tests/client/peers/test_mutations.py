@@ -1,6 +1,6 @@
 """Damaged messages raise the one typed error and nothing else.
 
-A few hundred per protocol here; `tests/fuzz_wire.py` sends ten thousand through a server.
+A few hundred per protocol here; `tests/tools/fuzz_wire.py` sends ten thousand through a server.
 """
 
 import random

@@ -8,6 +8,8 @@ import pytest
 from deft_client.types import ActOptions
 from deft_client.wire import json_codec, msgpack_codec
 
+pytestmark = pytest.mark.promise
+
 MESSAGES = Path(__file__).parents[2] / "golden" / "wire_v1"
 CODECS = [
     pytest.param(msgpack_codec, "msgpack", id="msgpack"),

@@ -77,26 +77,26 @@ def read_with_all(data: bytes) -> None:
 
 @FUZZ
 @given(st.binary(max_size=200))
-def test_random_bytes(data):
+def test_random_bytes_are_read_or_refused_with_a_wire_error(data):
     read_with_all(data)
 
 
 @FUZZ
 @given(mutated(MESSAGES))
-def test_messages_with_changed_bytes(data):
+def test_messages_with_changed_bytes_are_read_or_refused_with_a_wire_error(data):
     read_with_all(data)
 
 
 @FUZZ
 @given(TREES)
-def test_messages_of_any_structure(tree):
+def test_messages_of_any_structure_are_read_or_refused_with_a_wire_error(tree):
     read_with_all(msgpack.packb(tree, unicode_errors="surrogatepass"))
     read_with_all(json.dumps(tree, default=str).encode())
 
 
 @FUZZ
 @given(st.dictionaries(NAMES, TREES, min_size=1, max_size=8))
-def test_sound_messages_with_some_fields_replaced(changes):
+def test_sound_messages_with_replaced_fields_are_read_or_refused_with_a_wire_error(changes):
     sound = msgpack.unpackb(MESSAGES[0])
     read_with_all(msgpack.packb({**sound, **changes}, unicode_errors="surrogatepass"))
     answer = msgpack.unpackb(msgpack_codec.encode_answer(full_answer()))
@@ -106,7 +106,7 @@ def test_sound_messages_with_some_fields_replaced(changes):
 
 @FUZZ
 @given(mutated(PICTURES))
-def test_pictures_with_changed_bytes(data):
+def test_pictures_with_changed_bytes_are_read_or_refused_with_a_wire_error(data):
     with contextlib.suppress(WireError):
         decode_image(data, "image")
 

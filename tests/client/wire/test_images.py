@@ -24,6 +24,8 @@ from deft_client.wire.images import (
 )
 from tests.client.samples import frame, saved
 
+pytestmark = pytest.mark.promise
+
 
 def test_a_png_comes_back_pixel_for_pixel():
     image = frame(33, 17)

@@ -21,6 +21,8 @@ from deft_client.wire.fields import DEFAULT_LIMITS, WireLimits
 from deft_client.wire.images import ImageEncoding
 from tests.client.samples import assert_same_answer, assert_same_message, full_answer, full_message
 
+pytestmark = pytest.mark.promise
+
 PIXELS = {
     "encoding": "raw",
     "dtype": "uint8",

@@ -28,6 +28,8 @@ from tests.client.samples import (
     png_bomb,
 )
 
+pytestmark = pytest.mark.promise
+
 IMAGE = {"encoding": "raw", "dtype": "uint8", "shape": [2, 3, 3], "data": bytes(18)}
 GOOD = {"v": 1, "image": IMAGE, "instruction": "lift the cup"}
 

@@ -56,7 +56,7 @@ from deft_policies.benchmark.transformers_loops import (
 )
 from deft_policies.constant import ConstantPolicy
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
-from deft_policies.decoding.plan import OUR_PLANS, PLAIN
+from deft_policies.decoding.plan import NUMBER_PLANS, OUR_PLANS, PLAIN, TEXT_PLANS
 from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
@@ -182,10 +182,10 @@ def test_an_interrupted_bench_keeps_the_frames_that_all_have_answered() -> None:
 
 def test_plans_are_named_with_how_often_and_what_they_are() -> None:
     meanings = {plan.name: plan.meaning for plan in (*OUR_PLANS, PLAIN)}
-    assert meanings["memory-once"] == "guesses the last action in the prefill, then nothing"
-    assert meanings["memory"] == "guesses the last action in every pass"
+    assert meanings["memory-once"] == "prefill: the last action; later passes: nothing"
+    assert meanings["memory"] == "every pass: the last action"
     assert meanings["head-chain"] == (
-        "guesses nothing in the prefill, then the draft head (a chain of up to 5)"
+        "prefill: nothing; later passes: the draft head (a chain of up to 5)"
     )
     assert meanings["plain"] == "no drafts: a pass for every token"
     found = replace(
@@ -194,9 +194,15 @@ def test_plans_are_named_with_how_often_and_what_they_are() -> None:
     )  # fmt: skip
     assert plans_used([summary_with("autoregressive", 1.0), found]).splitlines() == [
         "lossless drafted by: memory 75%, plain 25%",
-        "- memory: guesses the last action in every pass",
-        "- plain: no drafts: a pass for every token",
+        "- memory = every pass: the last action",
+        "- plain = no drafts: a pass for every token",
     ]
+
+
+def test_the_page_about_plans_says_what_the_table_says() -> None:
+    page = Path("docs/guard.md").read_text()
+    for plan in (*OUR_PLANS, *TEXT_PLANS, *NUMBER_PLANS, PLAIN):
+        assert f"| `{plan.name}` | {plan.meaning} |\n" in page
 
 
 def test_tiny_libero_answers_frames_that_ship_in_five_episodes() -> None:
@@ -442,7 +448,6 @@ def vla0_frames() -> list[ReplayFrame]:
     ]
 
 
-@pytest.mark.long(seconds=15)
 def test_answers_of_numbers_are_measured_beside_transformers() -> None:
     """As the original decodes, and with lookup; without its constraint no number may be written."""
     policy = load_policy(VLA0)
@@ -483,7 +488,6 @@ def test_bfloat16_flips_only_near_ties_of_the_golden_model() -> None:
     assert "0 of them" in describe(report)
 
 
-@pytest.mark.long(seconds=15)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_policy_that_ships_can_be_audited(
     dtype: str, capsys: pytest.CaptureFixture[str]
@@ -566,7 +570,7 @@ def test_bench_prints_stages_limits_methods_and_ratios(
     assert sum(decodings["within-bins r9"]["plans"].values()) == 4
     assert "lossless: ExactMatch()" in text
     for plan in decodings["lossless"]["plans"]:  # each of them is explained where it is named
-        assert f"\n- {plan}: " in text
+        assert f"\n- {plan} = " in text
     assert text.startswith("Frames: 4 in 1 episode, generated, of a camera that hardly moves.")
     assert report["frames"] in text
     assert report["rates"]["bytes_per_s"] > 0.0

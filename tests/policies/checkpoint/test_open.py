@@ -175,7 +175,7 @@ def test_long_lists_of_names_are_cut(tmp_path: Path) -> None:
     assert "more; 1 unexpected: weight" in message
 
 
-def test_statistics_are_required(tmp_path: Path) -> None:
+def test_a_checkpoint_without_statistics_is_refused(tmp_path: Path) -> None:
     directory = link_golden(tmp_path / "model")
     (directory / "dataset_statistics.json").unlink()
     edit_json(directory / "config.json", lambda content: content.pop("norm_stats"))
@@ -207,7 +207,7 @@ def test_pickles_are_never_opened(tmp_path: Path) -> None:
     assert "convert" in message
 
 
-def test_weights_are_required(tmp_path: Path) -> None:
+def test_a_checkpoint_without_weights_is_refused(tmp_path: Path) -> None:
     directory = link_golden(tmp_path / "model")
     (directory / "model.safetensors").unlink()
     assert "model.safetensors" in error_of(directory)

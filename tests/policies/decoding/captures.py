@@ -14,11 +14,13 @@ from deft_policies.decoding.sequence import AnswerSpec
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.target import Prompt, Target
 from deft_policies.memory import SessionMemory
+from deft_policies.model.block_head import BlockHead, block_sizes
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads, head_sizes
 from deft_policies.model.graphs import Reserve, StepRunner
 from deft_policies.model.llama import LlamaDecoder, RotaryTable, first_layers
+from deft_policies.model.sizes import LlamaSizes
+from tests.fake_graphs import RecordingCapturer
 from tests.policies.decoding.scripts import clock
-from tests.recorder import RecordingCapturer
 from tests.tiny_target import ACTIONS, LENGTH, WIDTH, random_prompts, tiny_decoder
 
 FORM = AnswerSpec.action(ActionSpace.in_bins(LENGTH))
@@ -41,7 +43,21 @@ def models() -> DraftModels:
     medusa = MedusaHeads(WIDTH, 6).requires_grad_(False)
     medusa.weight.normal_(std=0.1)
     small_model = Target(first_layers(decoder(), 1), ACTIONS)
-    return DraftModels(head, key_mask=KeyMask.CAUSAL, medusa=medusa, small_model=small_model)
+    block = random_block(decoder().sizes)
+    return DraftModels(
+        head, key_mask=KeyMask.CAUSAL, medusa=medusa, block=block, small_model=small_model
+    )
+
+
+def random_block(target: LlamaSizes, num_layers: int = 2, seed: int = 0) -> BlockHead:
+    """A block head that reads one layer of a tiny target beside the final states."""
+    head = BlockHead(block_sizes(target, ACTIONS, (1,), places=7, num_layers=num_layers, rank=8))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            if "norm" not in name:
+                parameter.normal_(std=0.3, generator=generator)
+    return head.requires_grad_(False).eval()
 
 
 class Captured:

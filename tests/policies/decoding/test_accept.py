@@ -16,6 +16,8 @@ from deft_policies.methods.within_bins import WithinBins
 from tests.policies.decoding.trees import Case, random_case, steps_to
 from tests.tiny_target import LENGTH, path_to
 
+pytestmark = pytest.mark.promise
+
 
 def accepted_nodes(case: Case, rule: AcceptanceRule) -> list[int]:
     """Nodes that may end the path: accepted, and leaving the last token to the target."""

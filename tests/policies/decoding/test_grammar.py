@@ -26,8 +26,8 @@ from deft_policies.decoding.tree import DraftTree
 from deft_policies.memory import SessionMemory
 from deft_policies.model.graphs import Reserve, StepRunner
 from deft_policies.model.llama import LlamaDecoder, RotaryTable
+from tests.fake_graphs import RecordingCapturer
 from tests.policies.decoding.scripts import ScriptedModels, clock
-from tests.recorder import RecordingCapturer
 from tests.tiny_target import ACTIONS, VOCABULARY, random_prompts, tiny_decoder
 
 STOP = 5

@@ -28,6 +28,7 @@ from deft_policies.decoding.tree import DraftTree
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads, head_sizes
 from deft_policies.model.kv_cache import KVCache, Move
 from deft_policies.model.llama import LlamaDecoder, first_layers
+from tests.draws import draws
 from tests.policies.decoding.scripts import Decoding, Guess, ScriptedDrafts, Session, tokens_of
 from tests.tiny_target import (
     ACTIONS,
@@ -40,6 +41,8 @@ from tests.tiny_target import (
     random_prompts,
     tiny_decoder,
 )
+
+pytestmark = pytest.mark.promise
 
 FRAME_CHOICES = ((0,), (0, 0), (1, 2), (3, 4, 3))
 NUM_DRAFT_SEEDS = 6
@@ -157,20 +160,13 @@ def expect_lossless(case: Case, target: object) -> None:
 SLOW_DRAWS = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=SLOW_DRAWS)
+@settings(max_examples=draws(40), deadline=None, suppress_health_check=SLOW_DRAWS)
 @given(cases())
 def test_exact_match_answers_as_plain_decoding_does(case: Case) -> None:
     expect_lossless(case, fast_target(decoder_of(case.seed)))
 
 
-@pytest.mark.long(seconds=32)
-@settings(max_examples=500, deadline=None, suppress_health_check=SLOW_DRAWS)
-@given(cases())
-def test_exact_match_answers_as_plain_decoding_does_in_500_cases(case: Case) -> None:
-    expect_lossless(case, fast_target(decoder_of(case.seed)))
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=draws(10), deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_exact_match_is_lossless_over_a_target_without_cache_and_masks(case: Case) -> None:
     expect_lossless(case, TinyTarget(decoder_of(case.seed)))

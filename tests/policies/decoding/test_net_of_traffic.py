@@ -20,6 +20,8 @@ from deft_policies.model.kv_cache import KVCache, Move
 from tests.policies.decoding.test_alone_in_traffic import check
 from tests.policies.decoding.test_mixed_answers import swapped
 
+pytestmark = pytest.mark.promise
+
 PLAYS = 200
 Patch = Callable[[pytest.MonkeyPatch], None]
 

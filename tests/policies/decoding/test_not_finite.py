@@ -18,6 +18,8 @@ from tests.policies.decoding.scripts import METHODS, Decoding, Session
 from tests.policies.decoding.test_passes import DECODER, PROMPTS, random_models
 from tests.tiny_target import ACTIONS
 
+pytestmark = pytest.mark.promise
+
 ROW = 1
 
 

@@ -5,8 +5,6 @@ answers is known.
 """
 
 import random
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
@@ -31,13 +29,12 @@ from deft_policies.fast.files import read_codec
 from deft_policies.fast.grammar import strides_of
 from deft_policies.memory import SessionMemory
 from deft_policies.model.kv_cache import KVCache
-from deft_policies.model.llama import LlamaDecoder
-from deft_policies.model.sizes import LlamaSizes
 from tests import golden_ecot
+from tests.draws import draws
 from tests.policies.decoding.scripts import clock
 from tests.policies.decoding.test_any_length import STOP, decoder, prompt
 from tests.policies.fast.test_codec import GOLDEN as GOLDEN_FAST
-from tests.tiny_target import ACTIONS, VOCABULARY, random_prompts, scores_of
+from tests.tiny_target import ACTIONS, VOCABULARY, scores_of
 
 LENGTH = 257
 METHOD = find_method("lossless:guard=off")
@@ -219,52 +216,6 @@ def test_later_golden_frames_take_an_eighth_of_their_tokens() -> None:
     assert sum(counts) / 21 <= 30
 
 
-class ComputingTarget(WantedTarget):
-    """Computes every pass as a model does, and then wants what it is told to."""
-
-    def forward(self, cache: KVCache, rows: Sequence[PassRow]) -> Scores:
-        Target.forward(self, cache, rows)
-        return super().forward(cache, rows)
-
-
-@pytest.mark.long(seconds=30)
-def test_what_scripted_edits_cost_beside_plain_decoding(capsys: pytest.CaptureFixture[str]) -> None:
-    """With the guard, which takes the width that pays on this machine. Printed, not judged."""
-    old, others = text_of(0), iter(text_of(1, 4 * LENGTH))
-    replaced, inserted, deleted = list(old), list(old), list(old)
-    for place in reversed(range(12, 240, 24)):
-        other = next(one for one in others if one != old[place])
-        replaced[place] = other
-        inserted.insert(place, other)
-        del deleted[place]
-    once = [*old[:100], next(one for one in others if one != old[100]), *old[101:]]
-    cases = {"no change": old, "one replaced": once, "ten replaced": replaced}
-    cases |= {"ten inserted": inserted, "ten deleted": deleted}
-    sizes = LlamaSizes(VOCABULARY, 192, 512, 12, 6, 6, 32, max_positions=1024)
-    model = LlamaDecoder(sizes).eval().requires_grad_(False)
-    for weight in model.parameters():
-        weight.normal_(std=0.05)
-    target, memory = ComputingTarget(model, ACTIONS), SessionMemory(answer=tuple(old))
-    (long_prompt,) = random_prompts(model, [80])
-    engine = Engine(target, widest=512)
-    with torch.inference_mode():
-        target.texts = [old]
-        engine.warm_up(long_prompt, find_method("lossless"), AnswerSpec(400, STOP))
-        lines = [f"{LENGTH} tokens, drafts {engine.text_width} wide after the first pass"]
-        for name, text in {"plain": old, **cases}.items():
-            target.texts, took = [text], list[tuple[float, int]]()
-            method = find_method("autoregressive" if name == "plain" else "lossless")
-            for _ in range(1 if name == "plain" else 3):
-                row = Answer(method, AnswerSpec(400, STOP), memory)
-                started = time.perf_counter()
-                engine.decode([long_prompt], [row], clock())
-                took.append((1000 * (time.perf_counter() - started), row.num_passes))
-                assert row.tokens == text
-            lines.append("{:14} {:6.0f} ms in {} passes".format(name, *min(took)))
-    with capsys.disabled():
-        sys.stdout.write("\n".join(["", *lines, ""]))
-
-
 edits = st.lists(
     st.tuples(st.sampled_from("rid m"), st.integers(0, 10**6), st.integers(6, VOCABULARY - 1)),
     max_size=12,
@@ -295,7 +246,16 @@ SESSIONS = st.lists(
 )
 
 
-def expect_the_targets_tokens(cases: Sessions) -> None:
+WHAT_IS_DRAWN: dict[str, Any] = {
+    "deadline": None,
+    "suppress_health_check": list(HealthCheck),
+    "phases": [Phase.explicit, Phase.generate],
+}
+
+
+@settings(max_examples=draws(25), **WHAT_IS_DRAWN)
+@given(SESSIONS)
+def test_whatever_the_last_answer_was_the_tokens_are_the_targets(cases: Sessions) -> None:
     """`answer` asserts it; a session's next frame starts from what the last one left."""
     memories = [SessionMemory() for _ in cases]
     texts = [text_of(seed, length) for seed, length, _ in cases]
@@ -304,26 +264,6 @@ def expect_the_targets_tokens(cases: Sessions) -> None:
         memories = [row.memory for row in rows]
         assert [one.answer for one in memories] == [tuple(text) for text in texts]
         texts = [edited(text, some[turn:]) for text, (_, _, some) in zip(texts, cases, strict=True)]
-
-
-WHAT_IS_DRAWN: dict[str, Any] = {
-    "deadline": None,
-    "suppress_health_check": list(HealthCheck),
-    "phases": [Phase.explicit, Phase.generate],
-}
-
-
-@settings(max_examples=25, **WHAT_IS_DRAWN)
-@given(SESSIONS)
-def test_whatever_the_last_answer_was_the_tokens_are_the_targets(cases: Sessions) -> None:
-    expect_the_targets_tokens(cases)
-
-
-@pytest.mark.long(seconds=40)
-@settings(max_examples=250, **WHAT_IS_DRAWN)
-@given(SESSIONS)
-def test_the_tokens_are_the_targets_in_250_drawn_sessions(cases: Sessions) -> None:
-    expect_the_targets_tokens(cases)
 
 
 def test_a_longer_answer_than_is_remembered_is_refused() -> None:

@@ -1,5 +1,7 @@
 """Sampling with drafts leaves the target's odds as they are, and plain sampling's very tokens."""
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -56,6 +58,7 @@ def counted(tokens: torch.Tensor) -> torch.Tensor:
     return torch.bincount(tokens, minlength=NUM_TOKENS).double()
 
 
+@cache
 def logits_and_draft_logits() -> tuple[torch.Tensor, torch.Tensor]:
     """A target's logits at the root and after each token, and a draft's that differ from them."""
     generator = torch.Generator().manual_seed(3)
@@ -123,7 +126,7 @@ def drawn_chains(q: torch.Tensor) -> tuple[list[list[int]], list[torch.Tensor]]:
     return torch.stack((first, second), dim=1).tolist(), list(odds)
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.6])
+@pytest.mark.parametrize("temperature", [0.5, pytest.param(1.0, marks=pytest.mark.promise), 1.6])
 def test_the_ratio_test_keeps_the_targets_odds(temperature: float) -> None:
     """Chains drawn from q: first tokens follow p, and second ones p given the first."""
     target, draft = logits_and_draft_logits()
@@ -142,6 +145,7 @@ def test_the_ratio_test_keeps_the_targets_odds(temperature: float) -> None:
     assert pooled < BOUND_99
 
 
+@pytest.mark.promise
 def test_a_residual_that_is_not_resampled_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same check fails when a rejected draft is replaced by a draw from p itself."""
     monkeypatch.setattr(testing, "_without_draft", lambda odds, q: odds)
@@ -164,6 +168,7 @@ def test_fixed_guesses_keep_the_targets_odds(temperature: float) -> None:
     assert chi_square(counted(behind), p[4]) < BOUND_11
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize(
     "drafts",
     [
@@ -288,7 +293,6 @@ def test_several_drafts_of_one_token_keep_the_targets_odds(temperature: float) -
     assert shares[0] > shares[1] > shares[2] > 0
 
 
-@pytest.mark.long(seconds=21)
 def test_every_draft_of_one_token_has_a_coin_of_its_own() -> None:
     """One token is far likelier than drafted, some a little, the others less: 16,000 draws.
 
@@ -349,9 +353,11 @@ def exact_odds(
     return [first, first @ second, joint @ third]
 
 
-@pytest.mark.parametrize("shape", [TreeShape.chain(3), TREE], ids=["chains", "trees"])
-@pytest.mark.long(seconds=21)
-@pytest.mark.parametrize("kind", [kinds.HEAD, kinds.SMALL_MODEL])
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [(kinds.HEAD, TREE), (kinds.SMALL_MODEL, TreeShape.chain(3))],
+    ids=["head, trees", "small model, chains"],
+)
 def test_drawn_drafts_keep_the_odds_of_whole_actions(kind: str, shape: TreeShape) -> None:
     """4,000 actions with drafts that are drawn, over several passes, bonus tokens included."""
     decoder, temperature = tiny_decoder(), 3.0

@@ -15,8 +15,8 @@ from deft_policies.model.kv_cache import KVCache
 from deft_policies.model.llama import LlamaDecoder
 from deft_policies.model.vla import OpenVLAModel
 from tests import tiny_target
+from tests.fake_graphs import RecordingCapturer
 from tests.policies.decoding.scripts import Decoding, Session
-from tests.recorder import RecordingCapturer
 from tests.tiny_openvla import plain_decode, plain_next_tokens, random_prompts, tiny_model
 from tests.tiny_target import ACTIONS, greedy, path_to, tiny_decoder
 

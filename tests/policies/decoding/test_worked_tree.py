@@ -1,4 +1,4 @@
-"""The tree in docs/decoding.md, read from the page and verified by the code it explains."""
+"""The tree in docs/round.md, read from the page and verified by the code it explains."""
 
 import re
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from deft_policies.model.sizes import TokenRange
 from tests.policies.decoding.trees import Case
 from tests.tiny_target import LENGTH
 
-PAGE = Path(__file__).parents[3] / "docs" / "decoding.md"
+PAGE = Path(__file__).parents[3] / "docs" / "round.md"
 TOKENS = TokenRange(100, 199)
 NUM_COMMITTED = 3
 

@@ -98,7 +98,7 @@ def test_a_session_may_think_in_one_frame_and_act_at_once_in_the_next(
     assert memory.answer  # and the last text, each kept for itself
 
 
-def test_both_kinds_are_answered_in_one_batch(
+def test_thinking_and_acting_rows_are_answered_in_one_batch(
     both: VlaPolicy, alone: dict[bool, VlaPolicy]
 ) -> None:
     kinds = [True, False, False, True, False]
@@ -111,7 +111,7 @@ def test_both_kinds_are_answered_in_one_batch(
         memories = [answer.memory for answer in answers]
 
 
-def test_one_that_acts_is_not_held_up_by_one_that_thinks(both: VlaPolicy) -> None:
+def test_a_row_that_acts_is_not_held_up_by_a_row_that_thinks(both: VlaPolicy) -> None:
     """It joins while a text is being written, and is answered in as many rounds as by itself."""
 
     def rounds_until_it_ends(one: Running) -> int:
@@ -163,7 +163,9 @@ def test_only_texts_may_be_asked_to_be_short(both: VlaPolicy) -> None:
         both.check(one.observation, one.options)
 
 
-def test_it_says_that_it_can_do_both(both: VlaPolicy, alone: dict[bool, VlaPolicy]) -> None:
+def test_a_policy_that_can_think_and_act_at_once_says_so(
+    both: VlaPolicy, alone: dict[bool, VlaPolicy]
+) -> None:
     assert both.info.thinks_when_asked
     assert both.info.max_tokens == 1024
     assert both.info.details["prompt"] == "openvla; ecot where reasoning is asked for"
@@ -261,7 +263,6 @@ def test_thinking_aloud_is_not_asked_of_what_only_acts(
         assert "openvla writes nothing but actions" in capsys.readouterr().err
 
 
-@pytest.mark.long(seconds=8)
 @pytest.mark.parametrize("reasoning", [[], ["--reasoning"]])
 def test_deft_bench_measures_either_way(
     folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, reasoning: list[str]

@@ -135,6 +135,7 @@ def test_answers_after_broken_ones_are_as_good_as_the_first(folder: Path, method
         assert answers_of(policy, requests[::-1]) == good[::-1]
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("method", METHODS)
 def test_actions_after_broken_ones_that_were_given_up_are_as_good_as_the_first(method: str) -> None:
     """The host reads an action's passes when it ends: whoever leaves earlier leaves unread NaN."""

@@ -86,9 +86,7 @@ def check(answer: ActAnswer, case: Case) -> None:
         assert chunk.actions.shape == (0, 7)
 
 
-@pytest.mark.long(seconds=90)
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize(("method", "size"), [("autoregressive", 1), ("lossless", 4)])
 def test_every_frame_is_answered_as_by_ecots_own_code(folder: Path, method: str, size: int) -> None:
     policy = policy_of(folder)
     for start in range(0, len(CASES), size):
@@ -98,10 +96,10 @@ def test_every_frame_is_answered_as_by_ecots_own_code(folder: Path, method: str,
             check(answer, case)
 
 
-@pytest.mark.long(seconds=60)
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("size", [1, 4])
-def test_so_is_a_checkpoint_of_one_tower(tower: Path, method: str, size: int) -> None:
+@pytest.mark.parametrize(("method", "size"), [("autoregressive", 4), ("lossless", 1)])
+def test_every_frame_of_a_checkpoint_of_one_tower_is_answered_as_by_ecots_own_code(
+    tower: Path, method: str, size: int
+) -> None:
     policy = policy_of(tower)
     for start in range(0, len(TOWER), size):
         batch = TOWER[start : start + size]
@@ -111,12 +109,9 @@ def test_so_is_a_checkpoint_of_one_tower(tower: Path, method: str, size: int) ->
             check(answer, case)
 
 
-@pytest.mark.long(seconds=80)
-@pytest.mark.parametrize(
-    ("method", "is_guarded"), [("lossless", False), ("lossless", True), ("autoregressive", True)]
-)
+@pytest.mark.parametrize("is_guarded", [False, True])
 def test_frames_of_sessions_are_answered_as_if_each_was_the_first(
-    folder: Path, method: str, is_guarded: bool
+    folder: Path, is_guarded: bool
 ) -> None:
     """All sessions together, one of which derails; the unguarded ones with the widest drafts."""
     policy = policy_of(folder, is_guarded)
@@ -125,7 +120,9 @@ def test_frames_of_sessions_are_answered_as_if_each_was_the_first(
     memories, passes = [SessionMemory() for _ in sessions], list[int]()
     for number in range(8):
         frames = [session_frame(one, number) for one in sessions]
-        asked = [request(one, method, memory) for one, memory in zip(frames, memories, strict=True)]
+        asked = [
+            request(one, "lossless", memory) for one, memory in zip(frames, memories, strict=True)
+        ]
         answers = policy.act(asked)
         for frame, answer in zip(frames, answers, strict=True):
             check(answer, frame)
@@ -142,6 +139,7 @@ def session_frame(session: Case, number: int) -> Case:
     return {**session, **session["frames"][number]}
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("method", METHODS)
 def test_short_answers_of_different_lengths_are_decoded_together(folder: Path, method: str) -> None:
     batch = [one for one in CASES if one["tokens"] < 90][:4]

@@ -65,7 +65,9 @@ def by_hand(
 
 @pytest.mark.parametrize("thinks", [False, True])
 @pytest.mark.parametrize("precision", list(Precision))
-def test_they_are_the_models_whatever_drafted(precision: Precision, thinks: bool) -> None:
+def test_log_probabilities_are_the_models_whatever_drafted(
+    precision: Precision, thinks: bool
+) -> None:
     policy = shipped(precision)
     plain, tokens = ask(policy, "autoregressive", SessionMemory(), thinks)
     wanted = plain.chunk.log_probs
@@ -87,7 +89,7 @@ def test_they_are_the_models_whatever_drafted(precision: Precision, thinks: bool
     ("decoding", "temperature"),
     [("autoregressive", 0.7), ("lossless", 0.7), ("ratio-test", 0.7), ("deft", 0.0)],
 )
-def test_drawn_and_relaxed_tokens_have_those_of_the_target(
+def test_drawn_and_relaxed_tokens_have_the_log_probabilities_of_the_target(
     decoding: str, temperature: float
 ) -> None:
     policy, memory = shipped(Precision.FLOAT32, temperature), SessionMemory(noise=3)
@@ -100,7 +102,7 @@ def test_drawn_and_relaxed_tokens_have_those_of_the_target(
         assert np.allclose(found.values, wanted, atol=1e-5)
 
 
-def test_there_are_none_where_nobody_asks() -> None:
+def test_log_probabilities_are_absent_where_nobody_asks() -> None:
     policy = shipped(Precision.FLOAT32)
     image = load_image(ROOT / "examples/frame.png")
     (answer,) = policy.act([ActRequest(Observation(image, INSTRUCTION))])
@@ -108,6 +110,6 @@ def test_there_are_none_where_nobody_asks() -> None:
 
 
 @pytest.mark.parametrize("codec", [json_codec, msgpack_codec])
-def test_they_travel(codec: ModuleType) -> None:
+def test_log_probabilities_reach_the_client(codec: ModuleType) -> None:
     chunk = ActionChunk(np.zeros((1, 7)), log_probs=LogProbs((-0.5, -2.25), 0.7, "vocabulary"))
     assert codec.decode_answer(codec.encode_answer(chunk)).log_probs == chunk.log_probs

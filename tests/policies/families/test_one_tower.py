@@ -34,7 +34,7 @@ def model(checkpoint: Checkpoint) -> OpenVLAModel:
     return load_model(checkpoint, CPU, torch.float32)
 
 
-def test_its_configuration_is_read(checkpoint: Checkpoint) -> None:
+def test_the_configuration_of_one_tower_is_read(checkpoint: Checkpoint) -> None:
     config = checkpoint.config
     assert [tower.prefix for tower in config.towers] == ["vision_backbone.featurizer"]
     assert config.image.resize is ResizeStrategy.LETTERBOX
@@ -56,6 +56,7 @@ def test_pictures_are_letterboxed_to_the_last_bit(checkpoint: Checkpoint) -> Non
     assert any(height != width for height, width in sizes)
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case["case"]))
 @torch.inference_mode()
 def test_every_token_is_the_originals_given_those_before_it(
@@ -74,7 +75,9 @@ def test_every_token_is_the_originals_given_those_before_it(
     assert float(margins.min()) == pytest.approx(case["min_margin"], abs=1e-3)
 
 
-def test_it_serves_as_a_model_that_acts_at_once(checkpoint: Checkpoint) -> None:
+def test_a_checkpoint_of_one_tower_serves_as_a_model_that_acts_at_once(
+    checkpoint: Checkpoint,
+) -> None:
     options = ModelOptions(
         checkpoint=str(checkpoint.source.directory), statistics_key="bridge_orig", device="cpu"
     )

@@ -30,7 +30,7 @@ from deft_policies.model.kv_cache import KVCache
 from deft_policies.model.random_weights import word_ids
 from deft_policies.model.vla import OpenVLAModel
 from tests import golden
-from tests.recorder import RecordingCapturer
+from tests.fake_graphs import RecordingCapturer
 from tests.tiny_openvla import golden_model, tiny_model
 
 PLAIN = ModelOptions(decoding="autoregressive")
@@ -80,6 +80,7 @@ def golden_requests() -> list[ActRequest]:
     ]
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("method", ["autoregressive", "lossless"])
 def test_golden_tokens_and_actions_are_equal_to_the_bit(method: str) -> None:
     policy = golden_policy(ModelOptions(decoding=method))
@@ -108,6 +109,7 @@ def test_recorded_passes_answer_the_same_and_warming_up_records_them_all() -> No
     assert tokens_of(policy.act(golden_requests()[:3])) == three
 
 
+@pytest.mark.promise
 def test_golden_cases_answered_in_batches_are_the_same() -> None:
     policy = golden_policy()
     cases = golden.cases_with_image()
@@ -119,6 +121,7 @@ def test_golden_cases_answered_in_batches_are_the_same() -> None:
             assert tokens_of(answers) == expected
 
 
+@pytest.mark.promise
 def test_rows_of_one_batch_may_use_different_methods() -> None:
     policy = tiny_policy()
     options = [ActOptions(decoding=name) for name in ("autoregressive", "lossless", "fly")]
@@ -183,6 +186,7 @@ def test_sampling_repeats_across_sessions_and_moves_on_within_one() -> None:
     assert len(set(episodes[0])) > 1
 
 
+@pytest.mark.promise
 def test_bad_keys_methods_and_radii_are_refused_before_the_model_runs() -> None:
     policy = golden_policy()
     observation = golden_requests()[0].observation
@@ -223,6 +227,7 @@ def test_info_tells_keys_chain_size_and_methods_that_can_be_had() -> None:
     assert chosen.default_statistics_key == "bridge_orig"
 
 
+@pytest.mark.promise
 def test_answers_stay_inside_the_limits_the_policy_names() -> None:
     policy = tiny_policy()
     assert isinstance(policy, LimitedPolicy)

@@ -12,7 +12,7 @@ from deft_policies.families.openvla import OpenVLAFamily
 from deft_policies.families.options import ModelOptions
 from deft_policies.model.formats import Precision
 from deft_policies.model.graphs import Reserve, StepRunner
-from tests.recorder import RecordingCapturer
+from tests.fake_graphs import RecordingCapturer
 from tests.tiny_target import ACTIONS, tiny_decoder
 
 GIB = 2**30

@@ -15,6 +15,8 @@ from deft_policies.errors import NoActionError
 from deft_policies.fast.codec import FastCodec, cosines, to_coefficients
 from deft_policies.fast.files import bytes_of_piece, read_codec
 
+pytestmark = pytest.mark.promise
+
 GOLDEN = Path(__file__).parents[2] / "golden/fast"
 FOLDERS = ("bytes", "characters")
 POLICIES: dict[str, dict[str, Any]] = json.loads((GOLDEN / "answers.json").read_text())

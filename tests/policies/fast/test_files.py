@@ -31,7 +31,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_both_alphabets_are_read(name: str) -> None:
+def test_tokenizers_of_both_alphabets_are_read(name: str) -> None:
     config = json.loads((GOLDEN / name / "processor_config.json").read_text())
     codec = read_codec(GOLDEN / name)
     assert is_fast_folder(GOLDEN / name)

@@ -34,7 +34,7 @@ from scripts.bit_equality import (
     tokens_of,
     tree_case,
 )
-from tests.recorder import RecordingCapturer
+from tests.fake_graphs import RecordingCapturer
 from tests.tiny_openvla import tiny_model
 
 WIDTHS = (1, 2, 3, 4, 5, 7, 8, 16, 26, 50, 64)
@@ -93,6 +93,7 @@ def test_a_token_that_rides_in_the_prefill(kind: str, keeps_hidden: bool) -> Non
     assert not differing(passes_of(target), cases)
 
 
+@pytest.mark.promise
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("lengths", [[84] * 8, [59, 84, 130], [84, 61]])
 def test_a_row_among_a_batch(lengths: list[int]) -> None:
@@ -120,6 +121,7 @@ def test_what_is_kept_of_a_tree_is_what_plain_decoding_leaves() -> None:
     assert torch.equal(found.hidden[0], along.hidden[-3:])
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("rides", [True, False])
 def test_where_bits_first_differ_is_named(rides: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A product that gives the fourth of several rows other bits, in one layer."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from deft_policies.decoding.drafts.growth import Level, template_indices, template_tree
 from deft_policies.decoding.plan import TreeShape
 from deft_policies.model.graphs import StepRunner, Tensors
-from tests.recorder import RecordingCapturer
+from tests.fake_graphs import RecordingCapturer
 
 
 def grow(log_probs: Tensor) -> Tensors:

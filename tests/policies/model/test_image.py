@@ -30,6 +30,7 @@ def tiny_processor(chain: ImageChain = ImageChain.NONE) -> ImageProcessor:
     return ImageProcessor(load_config(golden.TINY_OPENVLA).image, chain)
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("case", golden.cases_with_image(), ids=lambda case: str(case.number))
 def test_pixel_values_equal_the_original_processor(case: golden.GoldenCase) -> None:
     processor = tiny_processor()
@@ -38,12 +39,14 @@ def test_pixel_values_equal_the_original_processor(case: golden.GoldenCase) -> N
     assert sha256(values) == case.pixel_values_sha256
 
 
+@pytest.mark.promise
 def test_pixel_values_equal_the_original_array() -> None:
     processor = tiny_processor()
     values = processor.pixel_values([processor.fit(golden.cases()[4].image())])
     assert np.array_equal(values.numpy(), golden.arrays()["pixel_values_04"])
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize(
     "case", PROCESSOR_CASES, ids=lambda c: f"{c['strategy']}-{c['height']}x{c['width']}"
 )
@@ -143,6 +146,7 @@ def test_a_device_starts_few_kernels_for_frames_of_one_size() -> None:
     assert launches.total <= 14
 
 
+@pytest.mark.promise
 def test_a_batch_is_its_frames_one_by_one() -> None:
     processor = tiny_processor()
     frames = [processor.fit(case.image()) for case in golden.cases_with_image()[:3]]
@@ -160,6 +164,7 @@ def test_bfloat16_values_are_the_float32_values_rounded_once() -> None:
     assert torch.equal(processor.pixel_values([frame]), exact)
 
 
+@pytest.mark.promise
 def test_libero_chain_runs_before_the_processor_when_asked() -> None:
     frame = np.ascontiguousarray(golden.chain_image("synth256", "0_input")[::-1, ::-1])
     fitted = tiny_processor(ImageChain.LIBERO).fit(frame)

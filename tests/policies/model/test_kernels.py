@@ -45,7 +45,7 @@ def assert_alike(found: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("width", [40])
-def test_rms_norm(dtype: torch.dtype, width: int) -> None:
+def test_the_fused_rms_norm_equals_the_plain_one(dtype: torch.dtype, width: int) -> None:
     norm = RMSNorm(width, 1e-6).to(dtype)
     norm.weight.data = random(width, dtype=dtype, seed=1)
     hidden = random(5, width, dtype=dtype)
@@ -66,7 +66,7 @@ def test_adding_a_branch_and_normalising_the_sum(dtype: torch.dtype, is_scaled: 
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
-def test_gate_times_up(dtype: torch.dtype) -> None:
+def test_the_fused_gate_times_up_equals_the_plain_product(dtype: torch.dtype) -> None:
     gate_up = random(3, 2 * 48, dtype=dtype)
     gate, up = gate_up.chunk(2, dim=1)
     assert_alike(Counted().kernels.silu_times(gate_up), functional.silu(gate) * up)
@@ -157,8 +157,9 @@ WIDE = (-1, *(node // 2 for node in range(69)))  # two words of ancestors
 
 
 @pytest.mark.parametrize("dtype", PRODUCT_FORMATS)
-@pytest.mark.parametrize("num_kv_heads", [4, 1])
-@pytest.mark.parametrize("parents", [(-1,), CHAIN_OF_8, BRANCHING, WIDE])
+@pytest.mark.parametrize(
+    ("num_kv_heads", "parents"), [(4, (-1,)), (1, CHAIN_OF_8), (4, BRANCHING), (1, WIDE)]
+)
 def test_nodes_attend_to_what_is_before_the_root_and_to_their_ancestors(
     dtype: torch.dtype, num_kv_heads: int, parents: tuple[int, ...]
 ) -> None:

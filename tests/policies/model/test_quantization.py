@@ -39,7 +39,7 @@ def logits_of(model: OpenVLAModel) -> Tensor:
 
 
 @pytest.mark.parametrize("quantization", list(TOLERANCE))
-def test_logits_stay_close(quantization: Quantization) -> None:
+def test_logits_of_quantized_weights_stay_close(quantization: Quantization) -> None:
     exact, coarse = logits_of(golden_model()), logits_of(quantized_model(quantization))
     change = float((coarse - exact).norm() / exact.norm())
     assert 0 < change < TOLERANCE[quantization]

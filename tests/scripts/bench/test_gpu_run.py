@@ -25,7 +25,7 @@ from scripts.bench.gpu.asking import LINES, Row
 from scripts.bench.gpu.setting import SIZES, Setting, reserve_of
 from scripts.bench.gpu_run import QUESTIONS, main
 from scripts.bit_equality import find_difference
-from tests.recorder import RecordingCapturer
+from tests.fake_graphs import RecordingCapturer
 from tests.repository import ROOT
 from tests.scripts.bench.planned_memory import META, PlannedSetting, most_bytes, random_head
 
@@ -38,7 +38,6 @@ def lines_of(folder: Path) -> list[Row]:
     return [json.loads(line) for line in (folder / LINES).read_text().splitlines()]
 
 
-@pytest.mark.long(seconds=40)
 def test_every_question_is_answered_on_a_cpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,7 +81,6 @@ def test_budgets_leave_time_for_all_but_the_last_question() -> None:
     assert sum(seconds for _, seconds, _ in most) <= 480
 
 
-@pytest.mark.long(seconds=50)
 def test_questions_about_the_7b_fit_a_card_of_80_gb(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

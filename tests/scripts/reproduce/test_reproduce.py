@@ -28,7 +28,6 @@ from scripts.reproduce.__main__ import main
 from scripts.reproduce.acceptance import chances, measured_chances
 from scripts.reproduce.choices import FILE as CHOICES
 from scripts.reproduce.choices import record_choices
-from scripts.reproduce.full_size import HeadWork, action_ms
 from scripts.reproduce.measures import RowResults, answers_of, cell_of, find_measure
 from scripts.reproduce.page import (
     PAGE,
@@ -57,7 +56,7 @@ from scripts.reproduce.study import (
 )
 from tests import golden_ecot
 from tests.client.libero.episodes import header, record
-from tests.draft_training.made_up import write_demonstrations
+from tests.demonstrations import write_demonstrations
 from tests.repository import ROOT
 from tests.standins import stand_ins
 from tests.typed import next_command
@@ -285,12 +284,44 @@ def test_a_page_quotes_tables_and_has_no_measured_number_of_its_own(folder, tmp_
         fill("<!-- from copy#made-up/large -->\nx\n<!-- end -->", tmp_path)
 
 
+def test_a_page_says_once_what_a_column_means(folder, tmp_path):
+    play(tmp_path, PLAIN, "sf", passes=7)
+    play(tmp_path, RELAXED, "ss", passes=2)
+    page = tmp_path / "page.md"
+    blocks = ("copy#legend", "played#runs", "played#runs", "copy#made-up/small")
+    page.write_text("".join(f"<!-- from {one} -->\n<!-- end -->\n" for one in blocks))
+    write(page)
+    legend, first, second, _ = page.read_text().split("<!-- end -->\n")[:4]
+    assert "- 95%: Wilson's interval" in first
+    assert "- 95%" not in second
+    assert second.splitlines()[1:3] == first.splitlines()[1:3]
+    assert "initial states" in second
+    assert "- **equal actions**" in legend
+    assert "- **passes**" not in legend  # the runs say it
+    assert "- **success minus plain's" not in legend  # no table of the page has it
+    assert check(page) == []
+
+
+def test_all_results_and_the_pages_that_quote_them_are_written_and_checked_at_once(
+    folder, tmp_path
+):
+    results = tmp_path / "repository" / "docs" / "results"
+    shutil.copytree(folder, results / "copy")
+    (results / "copy" / PAGE).unlink()
+    pages = [results / "detail.md", results.parent / "results.md", results.parents[1] / "README.md"]
+    for page, where in zip(pages, ("", "results/", "docs/results/"), strict=True):
+        page.write_text(f"<!-- from {where}copy#made-up/small -->\n<!-- end -->\n")
+    assert sorted(quoting_pages(results)) == sorted(pages)
+    write(results)
+    assert all("| relaxed |" in page.read_text() for page in (*pages, results / "copy" / PAGE))
+    assert check(results) == []
+
+
 def test_a_row_that_has_not_answered_every_frame_is_not_compared(folder):
     (folder / "frames" / "within-bins-drafts=previous" / "episodes.jsonl").write_bytes(b"")
     assert set(rows_of(folder)) == {"plain", "half right"}
 
 
-@pytest.mark.long(seconds=15)
 def test_times_are_taken_apart_from_what_rows_answer_and_tables_say_how(folder, data):
     """Of one episode; the batch of copies is for its times alone."""
     study = folder / "studies" / "made-up.toml"
@@ -315,7 +346,7 @@ def test_times_are_taken_apart_from_what_rows_answer_and_tables_say_how(folder, 
     assert found["plain"].timed.records[0].worked_s > 0
     page = outputs(ResultsFolder(folder))[PAGE]
     assert "Times are of 3 recorded frames of 1 episodes" in page
-    assert "No speed-up here is told of relaxed" in page
+    assert "No speed-up is reported for relaxed" in page
     assert "times of 1 episode, 5 are needed" in page
     assert cell_of("speedup", found["relaxed"]) == ("–", None)
 
@@ -365,7 +396,6 @@ def test_packed_lines_say_the_same_and_go_on_once_they_are_unpacked(folder):
     assert sorted(run.folder.name for run in load_runs(folder / "frames")) == names
 
 
-@pytest.mark.long(seconds=15)
 def test_what_rows_share_of_a_frame_changes_no_line(folder, data, tmp_path):
     """The slow twin: every row by itself, nothing remembered."""
     study = load_study(folder / "studies" / "made-up.toml")
@@ -394,7 +424,7 @@ def test_plots_are_svg_with_named_axes_and_a_line_per_measure(recorded):
 
 def test_a_page_says_what_every_column_means(recorded):
     page = (recorded / "page.md").read_text()
-    assert "- **committed length**: tokens that a pass with guesses settles" in page
+    assert "- **committed length**: tokens that a pass with drafts commits" in page
 
 
 def play(folder: Path, method: str, outcomes: str, passes: int) -> None:
@@ -485,31 +515,6 @@ def test_lines_that_name_no_weights_say_so(tmp_path):
         assert "weights not recorded" in table_of(tmp_path / "played", key)
 
 
-def test_full_size_milliseconds_are_those_of_the_limits():
-    """As docs/performance.md computes them: seven passes, and one pass for everything."""
-    assert action_ms((0,) * 7, (0,) * 7, HeadWork()) == pytest.approx(23.8, abs=0.05)
-    assert action_ms((6,), (6,), HeadWork()) == pytest.approx(5.3, abs=0.1)
-
-
-@pytest.mark.parametrize(
-    ("head", "ms"),
-    [
-        (HeadWork(5), 5 * 0.11),  # five of the six tokens that are missing
-        (HeadWork(5, whole_vocabulary=True), 5 * 0.172),
-    ],
-)
-def test_a_head_is_charged_for_what_it_reads(head, ms):
-    drafted = action_ms((0, 5), (0, 5), head) - action_ms((0, 5), (0, 5), HeadWork())
-    assert drafted == pytest.approx(ms, abs=0.01)
-
-
-def test_a_head_of_full_depth_is_charged_for_levels_behind_the_end():
-    guesses, accepted = (0, 5, 5), (0, 4, 0)
-    short = action_ms(guesses, accepted, HeadWork(5))
-    full = action_ms(guesses, accepted, HeadWork(5, is_full_depth=True))
-    assert full - short == pytest.approx(4 * 0.11, abs=0.01)
-
-
 def test_the_command_runs_a_study_over_a_policy_given_by_flags(tmp_path, data, capsys):
     out = tmp_path / "out"
     flags = ["--random-weights", "small", "--threads", "1"]
@@ -557,7 +562,6 @@ def played_in(out: Path) -> RunResults:
     return run
 
 
-@pytest.mark.long(seconds=12)
 def test_episodes_may_be_played_from_other_machines(tmp_path):
     flags = ("--environment", "point_world", "--step-limit", "2")
     episodes = Played(WORDS, tmp_path, "point_world", flags, host="127.0.0.2")
@@ -567,7 +571,6 @@ def test_episodes_may_be_played_from_other_machines(tmp_path):
     assert "://127.0.0.2:" in run.header.notes["url"]
 
 
-@pytest.mark.long(seconds=23)
 def test_episodes_in_which_frames_were_recorded_count_among_those_played(tmp_path):
     flags = ("--environment", "point_world", "--step-limit", "2")
     episodes = Played(WORDS, tmp_path, "point_world", flags)
@@ -580,7 +583,6 @@ def test_episodes_in_which_frames_were_recorded_count_among_those_played(tmp_pat
     assert len(played_in(tmp_path).records) == 2
 
 
-@pytest.mark.long(seconds=11)
 def test_workers_are_sought_on_the_ray_that_is_named(tmp_path, capfd, monkeypatch):
     (tmp_path / "ray.py").write_text("raise ImportError")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
@@ -600,7 +602,6 @@ def test_workers_are_sought_on_the_ray_that_is_named(tmp_path, capfd, monkeypatc
 RESULTS = ROOT / "docs" / "results"
 
 
-@pytest.mark.long(seconds=10)
 @pytest.mark.parametrize(
     "page",
     [*sorted(path.parent for path in RESULTS.glob("*/environment.json")), *quoting_pages(RESULTS)],
@@ -660,7 +661,6 @@ def test_a_study_of_times_alone_plays_nothing_to_get_frames(tmp_path, capsys):
     assert "give the frames: --recording DATA" in capsys.readouterr().err
 
 
-@pytest.mark.long(seconds=20)
 def test_a_study_of_times_alone_measures_scripted_drafts_at_any_size(tmp_path, data, capsys):
     out = tmp_path / "out"
     flags = ["--random-weights", "small", "--threads", "1", "--decoding", PLAIN]

@@ -5,6 +5,7 @@ import socket
 import stat
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
 
@@ -15,6 +16,7 @@ from deft_server.commands import doctor
 from deft_server.commands import doctor as machine
 from deft_server.settings import Settings
 
+needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch: make install")
 KEYS = '[arm]\nkey = "arm-secret-0123456789"\n'
 
 
@@ -47,7 +49,7 @@ def test_a_machine_that_can_serve_is_told_so(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_port_that_is_taken_is_an_error(taken_port: int, capsys: pytest.CaptureFixture[str]):
-    assert doctor.main(["--port", str(taken_port)]) == 1
+    assert doctor.main(["--policy", "constant", "--port", str(taken_port)]) == 1
     said = capsys.readouterr().out
     assert f"127.0.0.1:{taken_port}" in said
     assert "\n1 error, " in said
@@ -66,7 +68,7 @@ def test_a_deft_that_runs_on_the_port_is_no_error(capsys: pytest.CaptureFixture[
     with HTTPServer(("127.0.0.1", 0), Healthy) as server:
         answering = Thread(target=server.handle_request, daemon=True)
         answering.start()
-        assert doctor.main(["--port", str(server.server_port)]) == 0
+        assert doctor.main(["--policy", "constant", "--port", str(server.server_port)]) == 0
         answering.join()
     said = capsys.readouterr().out
     assert f"a Deft server answers at 127.0.0.1:{server.server_port}" in said
@@ -78,6 +80,7 @@ def test_settings_that_cannot_be_used_are_an_error(capsys: pytest.CaptureFixture
     assert "max_batch" in capsys.readouterr().out
 
 
+@needs_torch
 def test_a_missing_checkpoint_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -88,6 +91,7 @@ def test_a_missing_checkpoint_is_an_error(tmp_path: Path, capsys: pytest.Capture
     assert "give --checkpoint" in capsys.readouterr().out
 
 
+@needs_torch
 def test_a_path_that_is_not_there_is_no_hub_id(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """It was to be 'fetched from the hub' without an error, and the server then ended."""
     flags = ["--device", "cpu", "--port", "0", "--checkpoint", str(tmp_path / "nothing")]
@@ -95,6 +99,7 @@ def test_a_path_that_is_not_there_is_no_hub_id(tmp_path: Path, capsys: pytest.Ca
     assert f"there is no directory {tmp_path / 'nothing'}" in capsys.readouterr().out
 
 
+@needs_torch
 def test_a_model_of_the_hub_is_an_error_where_the_hub_is_not_reached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -106,6 +111,7 @@ def test_a_model_of_the_hub_is_an_error_where_the_hub_is_not_reached(
     assert "openvla/openvla-7b is no directory here, and the hub" in capsys.readouterr().out
 
 
+@needs_torch
 def test_a_good_checkpoint_is_found_good(capsys: pytest.CaptureFixture[str]):
     tiny = Path(__file__).parents[2] / "golden" / "tiny_openvla"
     flags = ["--policy", "openvla", "--device", "cpu", "--port", "0", "--checkpoint", str(tiny)]

@@ -19,9 +19,6 @@ from deft_client.recordings import (
 from deft_client.types import ActionChunk, ActOptions, Observation
 from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.constant import ConstantPolicy
-from deft_policies.families.loading import load_policy
-from deft_policies.families.options import ModelOptions
-from deft_policies.memory import SessionMemory
 from deft_server.commands.replay import (
     PastStep,
     ReplayError,
@@ -31,8 +28,7 @@ from deft_server.commands.replay import (
     read_steps,
     replay,
 )
-from tests import golden
-from tests.draft_training.made_up import write_demonstrations
+from tests.demonstrations import write_demonstrations
 from tests.server.dashboard.talkative import TalkativePolicy
 
 FRAME = Observation(np.full((8, 8, 3), 7, np.uint8), "lift the cup")
@@ -138,30 +134,6 @@ def test_recorded_options_are_used_on_request(tmp_path: Path) -> None:
     list(replay(Listening(), read_steps(tmp_path)))
     list(replay(Listening(), read_steps(tmp_path), with_recorded_options=True))
     assert Listening.heard == [None, "relaxed"]
-
-
-def test_a_relaxed_run_is_repeated_to_the_bit(tmp_path: Path) -> None:
-    """Which plan a guard takes depends on timing; the trace tells the replay which it was."""
-    options = ModelOptions(
-        checkpoint=str(golden.TINY_OPENVLA), statistics_key="libero_spatial", device="cpu"
-    )
-    policy, memory, cases = load_policy(options), SessionMemory(), golden.cases_with_image()
-    methods = ("deft", "within-bins:radius=255,guard=off", "lossless", "deft:rule.turn=9")
-    parts, relaxed = [encode_header(EpisodeHeader("arm", 1000.0))], 0.0
-    for index in range(24):
-        case = cases[(index + 1) // 2 % len(cases)]
-        seen = Observation(case.image(), case.instruction)
-        asked = ActOptions(session_id="arm", decoding=methods[index % len(methods)])
-        (answer,) = policy.act([ActRequest(seen, memory, replace(asked, want_trace=True))])
-        memory, chunk = answer.memory, answer.chunk
-        assert chunk.trace is not None
-        relaxed += chunk.trace.relaxed_share
-        parts.append(encode_step(RecordedStep(index, 0.1 * index, seen, asked, chunk)))
-    (tmp_path / "episode-0.deftrec").write_bytes(b"".join([*parts, encode_end("reset")]))
-    assert relaxed > 0
-    again = list(replay(load_policy(options), read_steps(tmp_path), with_recorded_options=True))
-    assert len(again) == 24
-    assert all(one.largest == 0 and one.same_tokens for one in again)
 
 
 def test_the_command_prints_a_summary_and_writes_lines(

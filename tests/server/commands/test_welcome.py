@@ -17,7 +17,7 @@ from tests.typed import next_command
 URL = "http://127.0.0.1:8000"
 
 
-def test_it_says_what_is_served_where_and_how_to_ask() -> None:
+def test_the_welcome_says_what_is_served_where_and_how_to_ask() -> None:
     taught = ("open the robot's box", "close it")
     shown = welcome(replace(TalkativePolicy().info, instructions=taught), Settings(), URL)
     rows = dict(line.split(maxsplit=1) for line in shown.splitlines() if line.startswith("  "))
@@ -31,7 +31,7 @@ def test_it_says_what_is_served_where_and_how_to_ask() -> None:
     assert sent["instruction"] == taught[0]
 
 
-def test_it_tells_nothing_of_what_is_switched_off_and_asks_for_the_key() -> None:
+def test_the_welcome_leaves_out_what_is_switched_off_and_asks_for_the_key() -> None:
     shown = welcome(
         TalkativePolicy().info, Settings(dashboard=False, keys_file=Path("keys.toml")), URL
     )

@@ -62,7 +62,7 @@ def test_json_numpy_and_requests_drive_act(python: str) -> None:
     assert told["wrong"] == [200, "error"]
 
 
-def test_they_drive_act_of_oft_too(python: str) -> None:
+def test_json_numpy_and_requests_drive_act_of_oft(python: str) -> None:
     policy = ThreeDatasets(default_key="bridge", steps=8)
     with running(build_app(policy, Settings(profile="oft"))) as address:
         told = drive(python, "oft", address)

@@ -349,7 +349,7 @@ def until(condition: Callable[[], bool]) -> None:
     raise AssertionError("it never came true")
 
 
-def test_it_asks_for_a_key_although_the_page_at_its_address_is_open(
+def test_the_socket_asks_for_a_key_although_the_page_at_its_address_is_open(
     policy: ThreeDatasets, tmp_path: Path
 ) -> None:
     keys = tmp_path / "keys.toml"

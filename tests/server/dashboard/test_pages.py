@@ -112,7 +112,7 @@ def test_an_unknown_asset_is_not_found(client: TestClient, name: str) -> None:
     assert response.status_code == 404
 
 
-def test_nobody_looking_costs_nothing(client: TestClient) -> None:
+def test_traces_are_wanted_only_while_a_dashboard_is_open(client: TestClient) -> None:
     service = client.app.service  # type: ignore[attr-defined]
     assert not service.events.wants_traces
     with client.websocket_connect("/dashboard/feed") as socket:
@@ -127,7 +127,7 @@ def test_without_a_dashboard_nothing_listens() -> None:
     assert not build_app(Settings(dashboard=False)).service.events.has_listeners
 
 
-def test_whoever_opens_it_after_an_incident_sees_what_was(client: TestClient) -> None:
+def test_a_dashboard_opened_after_an_incident_shows_what_was(client: TestClient) -> None:
     """It was blank: 'since this page was opened'."""
     act(client, session_id="arm-9")
     client.post("/v1/reset", json={"session_id": "arm-9"})
@@ -275,7 +275,7 @@ def test_a_page_that_says_nonsense_is_fed_all_the_same(client: TestClient, said:
         assert news(socket, "overview")
 
 
-def test_there_is_an_end_to_viewers(client: TestClient) -> None:
+def test_one_viewer_too_many_is_turned_away(client: TestClient) -> None:
     sockets = [client.websocket_connect("/dashboard/feed") for _ in range(MAX_VIEWERS + 1)]
     opened = [socket.__enter__() for socket in sockets]
     for socket in opened:

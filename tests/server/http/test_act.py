@@ -28,6 +28,8 @@ from deft_server.settings import Settings
 from tests.server.running import client_of
 from tests.standins.policies import MSGPACK, FakePolicy, ThinkingPolicy, frame, packed
 
+pytestmark = pytest.mark.promise
+
 JSON = {"content-type": json_codec.CONTENT_TYPE}
 PNG = encode_image(frame(8, 200).image, ImageEncoding.PNG)
 JPEG = encode_image(frame(8, 200).image, ImageEncoding.JPEG)
@@ -307,7 +309,7 @@ def test_all_bodies_together_are_bounded():
             assert client.post("/v1/act", content=packed(), headers=MSGPACK).status_code == 200
 
 
-def test_limits_are_settings():
+def test_the_limits_of_a_request_are_settings():
     settings = Settings(max_instruction_chars=5, max_image_side=8, max_body_bytes=2000)
     with client_of(create_app(ConstantPolicy(), settings)) as client:
         for observation in (frame(8), frame(9, instruction="lift"), frame(40, instruction="lift")):
@@ -339,7 +341,9 @@ def test_what_the_policy_does_not_look_at_is_said_once(caplog: pytest.LogCapture
     assert "have state: the policy reads no state" in lines[1]
 
 
-def test_it_is_said_once_for_each_caller(caplog: pytest.LogCaptureFixture):
+def test_a_state_that_the_policy_does_not_read_is_said_once_for_each_caller(
+    caplog: pytest.LogCaptureFixture,
+):
     with client_of(create_app(ConstantPolicy())) as client:
         for address in ("10.0.0.7", "10.0.0.8"):
             client._transport.client = (address, 1)  # type: ignore[attr-defined]

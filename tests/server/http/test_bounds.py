@@ -1,5 +1,6 @@
-"""What one connection may take of a server, over real sockets. `python -m tests.attack` measures
-the same under floods; here each bound is passed once.
+"""What one connection may take of a server, over real sockets; here each bound is passed once.
+
+`python -m tests.tools.attack` measures the same under floods.
 """
 
 import select

@@ -27,8 +27,8 @@ from deft_server.compat.socket_route import REALTIME_PATH
 from deft_server.http import watches
 from deft_server.http.connections import build_websocket_protocol
 from deft_server.settings import Settings
-from tests.server.compat.test_vla0_route import npy
 from tests.server.running import running
+from tests.standins.peers import npy
 from tests.standins.policies import MSGPACK, PATIENCE_S, FakePolicy, GatedPolicy
 
 ROBOT = "127.0.0.2"  # another address of this machine

@@ -16,6 +16,8 @@ from deft_client.wire.messages import ActMessage
 from deft_server.http.frame_bodies import decode_form
 from tests.client.samples import frame, saved
 
+pytestmark = pytest.mark.promise
+
 PNG = saved(PIL.Image.fromarray(frame()), "PNG")
 JPEG = saved(PIL.Image.fromarray(frame()), "JPEG")
 

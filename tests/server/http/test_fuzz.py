@@ -1,6 +1,6 @@
 """Damaged messages, and requests drawn from the OpenAPI document: no 5xx, no hang, nothing left.
 
-Some hundreds of each here; `tests/fuzz_wire.py` sends ten thousand per protocol.
+Some hundreds of each here; `tests/tools/fuzz_wire.py` sends ten thousand per protocol.
 """
 
 import asyncio

@@ -92,7 +92,7 @@ async def test_a_caller_that_hangs_up_in_the_middle_leaves_no_traceback(
 
 
 @on_a_loop
-async def test_who_hangs_up_while_its_picture_waits_is_not_worked_for():
+async def test_a_picture_whose_caller_hung_up_is_not_decoded():
     """The policy answers at once, but the threads that decode may be busy with others for long."""
     gate = threading.Event()
     hold = partial(gate.wait, PATIENCE_S)

@@ -4,11 +4,10 @@ import json
 from collections.abc import Iterator
 
 import msgpack
-import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
-from deft_client import DeftError, Observation, PolicyClient, StreamClient
+from deft_client import PolicyClient, StreamClient
 from deft_client.actions import ActionRules
 from deft_client.errors import OverloadedError, RefusedRequestError, UnusableValueError
 from deft_client.settings import ClientSettings
@@ -16,9 +15,6 @@ from deft_client.types import ActionChunk, ActOptions
 from deft_client.wire import json_codec, msgpack_codec
 from deft_client.wire.images import ImageEncoding
 from deft_client.wire.messages import ActMessage
-from deft_policies.families.loading import load_policy
-from deft_policies.families.options import ModelOptions
-from deft_policies.tiny_libero import complete
 from deft_server.app import create_app
 from deft_server.settings import Settings
 from tests.server.running import client_of, running
@@ -56,7 +52,7 @@ def post(client: TestClient, *observations: object) -> list[dict[str, object]]:
     return answers
 
 
-def test_each_is_answered_in_its_own_session_and_in_its_place(client: TestClient):
+def test_each_of_several_observations_is_answered_in_its_own_session_and_place(client: TestClient):
     client.post("/v1/act", content=packed(ActOptions(session_id="arm-1")), headers=MSGPACK)
     body = msgpack_codec.encode_requests(asked(3))
     answers = msgpack_codec.decode_answers(
@@ -66,7 +62,7 @@ def test_each_is_answered_in_its_own_session_and_in_its_place(client: TestClient
     assert counts == [1, 2, 1]  # the fake counts the frames of a session
 
 
-def test_they_go_to_the_policy_together(client: TestClient, policy: FakePolicy):
+def test_several_observations_go_to_the_policy_together(client: TestClient, policy: FakePolicy):
     post(client, *(fields(session_id=f"arm-{one}") for one in range(8)))
     assert policy.sizes == [8]
 
@@ -102,7 +98,7 @@ def test_a_bad_one_fails_alone_and_for_the_reason_it_has_alone(client: TestClien
     assert {**wrong, "request_id": ""} == {**expected, "request_id": ""}
 
 
-def test_one_that_the_policy_refuses_fails_alone():
+def test_one_of_several_observations_that_the_policy_refuses_fails_alone():
     with client_of(create_app(PickyPolicy())) as client:
         good, bad = post(client, fields(session_id="a"), fields(instruction="refuse"))
     assert good["actions"]
@@ -145,14 +141,16 @@ def test_pictures_of_a_message_share_one_frames_pixels():
     assert (second["status"], second["field"]) == (413, "image")
 
 
-def test_each_counts_against_the_callers_rate():
-    with client_of(create_app(FakePolicy(), Settings(rate_per_s=2.0))) as client:
+def test_each_of_several_observations_counts_against_the_callers_rate():
+    with client_of(create_app(FakePolicy(), Settings(rate_per_s=0.001))) as client:
         answers = post(client, *(fields(session_id=name) for name in "abcd"))
-    assert ["actions" in one for one in answers] == [True, True, False, False]
-    assert {one["status"] for one in answers[2:]} == {429}
+    assert ["actions" in one for one in answers] == [True, False, False, False]
+    assert {one["status"] for one in answers[1:]} == {429}
 
 
-def test_the_stream_takes_them_and_repeats_the_id_of_the_message(client: TestClient):
+def test_the_stream_takes_several_observations_and_repeats_the_id_of_the_message(
+    client: TestClient,
+):
     with client.websocket_connect("/v1/stream") as socket:
         socket.send_bytes(msgpack_codec.encode_requests(asked(2), "m-1"))
         answer = socket.receive_bytes()
@@ -202,24 +200,3 @@ def test_frames_beyond_the_queue_are_told_to_come_back():
     kinds = [type(one) for one in answers.values()]
     assert kinds.count(ActionChunk) >= 3
     assert set(kinds) == {ActionChunk, OverloadedError}
-
-
-def test_the_shipped_policy_answers_them_exactly_as_one_by_one():
-    generator = np.random.default_rng(7)
-    policy = load_policy(complete(ModelOptions(device="cpu", num_threads=1)))
-    instruction = policy.info.instructions[0]
-    with running(create_app(policy)) as address, PolicyClient(f"http://{address}") as client:
-        for _ in range(3):
-            seen = {
-                f"arm-{one}": Observation(
-                    generator.integers(0, 256, (64, 64, 3), np.uint8), instruction
-                )
-                for one in range(4)
-            }
-            alone = {
-                name: client.act(one, ActOptions(session_id=f"{name} alone"))
-                for name, one in seen.items()
-            }
-            for name, answer in client.act_all(seen).items():
-                assert not isinstance(answer, DeftError)
-                np.testing.assert_array_equal(answer.actions, alone[name].actions)

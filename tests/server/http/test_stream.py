@@ -16,6 +16,8 @@ from deft_server.app import create_app
 from tests.server.running import client_of
 from tests.standins.policies import FakePolicy, RaisingPolicy, dislikes, frame, packed
 
+pytestmark = pytest.mark.promise
+
 IN_SESSION = packed(ActOptions(session_id="a"))
 
 

@@ -205,7 +205,7 @@ async def _refuse(scope: dict, receive, send) -> None:  # type: ignore[no-untype
 
 
 @pytest.mark.parametrize("size", [2, 100_000])
-def test_who_goes_on_after_the_close_is_cut_off(size: int):
+def test_a_peer_that_sends_on_after_the_close_is_cut_off(size: int):
     """Once whatever came within ten seconds was read, and in the end kept: 4 s for everybody."""
 
     async def go_on() -> tuple[int, bool, int]:

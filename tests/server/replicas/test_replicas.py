@@ -11,13 +11,9 @@ import numpy as np
 import pytest
 
 from deft_client.types import ActOptions
-from deft_policies import tiny_libero as bundle
 from deft_policies.base import ActAnswer, ActRequest, Policy
-from deft_policies.benchmark.replay import generate_frames, with_statistics_key
 from deft_policies.constant import ConstantPolicy
 from deft_policies.errors import DeviceError, RequestError, UnknownStatisticsKeyError
-from deft_policies.families.loading import load_policy
-from deft_policies.families.options import ModelOptions
 from deft_policies.memory import SessionMemory
 from deft_server.errors import (
     DeadlineError,
@@ -92,24 +88,6 @@ def test_any_host_goes_on_where_another_stopped():
     assert counted == [1, 2, 3, 4, 5, 6]
     both = travelled(replicas[0], request(SessionMemory()), request(memory))
     assert list(map(number_of, both)) == [1, 7]
-
-
-@pytest.mark.long(seconds=12)
-def test_replicas_of_a_real_policy_answer_to_the_bit_as_one_thread_does():
-    options = bundle.complete(ModelOptions(device="cpu", is_guarded=False))
-    policies = [load_policy(options), load_policy(options)]
-    replicas = [replica_of(policy) for policy in policies]
-    frames = with_statistics_key(generate_frames(8), policies[0])
-    memories = [SessionMemory(), SessionMemory()]
-    for step, shown in enumerate(frames):
-        options = ActOptions(statistics_key=shown.statistics_key)
-        requests = [ActRequest(shown.observation, one, options) for one in memories]
-        (here,) = policies[0].act(requests[:1])
-        (there,) = travelled(replicas[step % 2], requests[1])
-        assert isinstance(there, ActAnswer)
-        assert there.chunk.actions.tobytes() == here.chunk.actions.tobytes()
-        memories = [here.memory, there.memory]
-        assert memories[0].own == memories[1].own
 
 
 @pytest.mark.parametrize(

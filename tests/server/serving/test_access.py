@@ -414,10 +414,9 @@ def test_an_origin_that_is_no_url_is_refused_like_any_other(origin: str):
 
 
 def test_frames_that_cannot_be_read_count_like_those_that_can():
-    app = create_app(ConstantPolicy(), Settings(rate_per_s=3))
+    app = create_app(ConstantPolicy(), Settings(rate_per_s=0.001))
     with client_of(app) as client:
-        bad = [client.post("/v1/act", content=b"\xc1", headers=MSGPACK) for _ in range(3)]
-        assert [one.status_code for one in bad] == [400] * 3
+        assert client.post("/v1/act", content=b"\xc1", headers=MSGPACK).status_code == 400
         assert client.post("/v1/act", content=packed(), headers=MSGPACK).status_code == 429
 
 

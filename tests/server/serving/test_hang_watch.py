@@ -11,6 +11,8 @@ from deft_server.serving import hang_watch
 from deft_server.serving.hang_watch import HangWatch
 from deft_server.serving.hosting import PolicyHost
 
+pytestmark = pytest.mark.promise
+
 AFTER_S = 10.0
 
 

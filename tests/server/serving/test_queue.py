@@ -12,6 +12,8 @@ from deft_server.serving.queue import FrameQueue
 from deft_server.serving.request import Request
 from tests.server.serving.queued import numbers, queued
 
+pytestmark = pytest.mark.promise
+
 RULES = {"max_batch": 2, "max_waiting": 6, "patience_s": 0.2}
 
 

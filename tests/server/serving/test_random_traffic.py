@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 from hypothesis import settings, strategies
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -9,6 +10,8 @@ from deft_server.errors import DeadlineError, OverloadedError
 from deft_server.serving.queue import FrameQueue
 from deft_server.serving.request import Request
 from tests.server.serving.queued import number_of, queued
+
+pytestmark = pytest.mark.promise
 
 RULES = {"max_batch": 2, "max_waiting": 6, "patience_s": 0.2}
 

@@ -27,6 +27,8 @@ from tests.standins.policies import (
     out_of_memory_above,
 )
 
+pytestmark = pytest.mark.promise
+
 
 def asked(instruction: str, session: RobotSession | None = None) -> Request:
     session = session or new_session()

@@ -9,6 +9,8 @@ from deft_server.serving.service import checked_actions
 from deft_server.settings import ActionRange
 from tests.standins.policies import LimitedFake
 
+pytestmark = pytest.mark.promise
+
 ZERO = np.zeros((1, 7))
 Actions = NDArray[np.float64]
 

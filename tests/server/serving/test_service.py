@@ -38,6 +38,8 @@ from tests.standins.policies import (
     out_of_memory_above,
 )
 
+pytestmark = pytest.mark.promise
+
 
 def on_a_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     @wraps(test)

@@ -1,6 +1,10 @@
 """Sessions: made, kept, forgotten, never shared."""
 
+import pytest
+
 from deft_server.serving.sessions import SessionStore, flow_of
+
+pytestmark = pytest.mark.promise
 
 
 def test_a_session_keeps_its_memory_until_it_is_reset():

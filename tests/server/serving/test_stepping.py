@@ -6,17 +6,12 @@ import threading
 import pytest
 
 from deft_client.types import ActionChunk, ActOptions
-from deft_policies import tiny_libero as bundle
-from deft_policies.base import ActRequest, Policy
-from deft_policies.benchmark.replay import ReplayFrame, generate_frames, with_statistics_key
-from deft_policies.families.loading import load_policy
-from deft_policies.families.options import ModelOptions
-from deft_policies.memory import SessionMemory
 from deft_server.errors import DeadlineError, NotReadyError
 from deft_server.serving.service import Service
-from deft_server.settings import Settings
 from tests.server.serving.test_service import on_a_loop, started
 from tests.standins.policies import CALLER, SteppedFake, frame
+
+pytestmark = pytest.mark.promise
 
 
 def stepped() -> tuple[SteppedFake, threading.Semaphore]:
@@ -144,26 +139,6 @@ async def test_actions_with_a_deadline_go_on_in_four_rounds_and_others_in_one():
     await service.close()
 
 
-def test_the_real_policy_plays_named_frames_first():
-    policy = load_policy(bundle.complete(ModelOptions(device="cpu", is_guarded=False)))
-    (shown,) = with_statistics_key(generate_frames(1), policy)
-    methods = ("autoregressive", "lossless")
-    batch = [
-        ActRequest(
-            shown.observation, options=ActOptions(statistics_key="libero_object", decoding=one)
-        )
-        for one in methods
-    ]
-    alone = [policy.act([one])[0].chunk.actions.tobytes() for one in batch]
-    waits, goes = policy.start(batch)
-    while not goes.has_ended:
-        assert policy.step([goes]) in ([], [goes])
-    assert not waits.has_ended
-    while not waits.has_ended:
-        policy.step()
-    assert [one.answer.chunk.actions.tobytes() for one in (waits, goes)] == alone
-
-
 @on_a_loop
 async def test_a_round_that_does_not_end_is_a_hang_however_many_went_before():
     policy, turnstile = stepped()
@@ -175,39 +150,3 @@ async def test_a_round_that_does_not_end_is_a_hang_however_many_went_before():
         await stuck
     turnstile.release(1000)
     await service.close()
-
-
-def test_the_real_policy_answers_robots_as_each_alone():
-    options = bundle.complete(ModelOptions(device="cpu", is_guarded=False))
-    policy = load_policy(options)
-    shown = with_statistics_key(generate_frames(6), policy)
-    alone = []
-    for turn in range(3):
-        memory = SessionMemory()
-        for one in shown[turn:]:
-            asked = ActOptions(statistics_key=one.statistics_key)
-            (answer,) = policy.act([ActRequest(one.observation, memory, asked)])
-            alone.append(answer.chunk.actions.tobytes())
-            memory = answer.memory
-    asked_for = [shown[turn:] for turn in range(3)]
-    served = asyncio.run(_served(policy, asked_for))
-    assert [one for answers in served for one in answers] == alone
-
-
-async def _served(policy: Policy, asked_for: list[list[ReplayFrame]]) -> list[list[bytes]]:
-    """The actions that robots get, each with its own frames, all at once."""
-    service = Service(lambda: policy, Settings(max_batch=3))
-    service.start()
-    await service.scheduler.settled()
-
-    async def robot(name: str, frames: list[ReplayFrame]) -> list[bytes]:
-        answers = []
-        for one in frames:
-            asked = ActOptions(session_id=name, statistics_key=one.statistics_key)
-            chunk = await service.act(one.observation, asked, CALLER)
-            answers.append(chunk.actions.tobytes())
-        return answers
-
-    served = await asyncio.gather(*(robot(str(turn), one) for turn, one in enumerate(asked_for)))
-    await service.close()
-    return served

@@ -53,6 +53,10 @@ class ModelSource(DraftSource):
 
     early = False
     reads_prompts = False  # whether it reads the hidden states of prompts
+    # Whether hidden states come with those behind the layers that the target reads (`read_layers`)
+    # in front, side by side.
+    reads_states = False
+    reads_ends = False  # whether it is shown the pass that ends an answer, too
 
     def observe_prompt(self, sequence: Sequence, prompt: Prompt, hidden: Tensor) -> None:
         """Look at the hidden states [position, width] of a prompt."""

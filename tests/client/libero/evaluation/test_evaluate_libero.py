@@ -11,16 +11,14 @@ from deft_client.libero.errors import SelectionError
 from deft_client.libero.evaluation.runs import plan_runs, warnings_of
 from deft_client.libero.results.store import load_run
 from deft_client.libero.simulator.suites import find_task
-from tests.client.libero.simulated import needs_simulator
 from tests.standins import stand_ins
 from tests.standins.tiny_server import INFO
 
-pytestmark = needs_simulator
+pytestmark = pytest.mark.libero
 ON_STAND_INS = ("--assets", str(stand_ins()))
 SOUP, MILK = (find_task("libero_object", number).instruction for number in (0, 7))
 
 
-@pytest.mark.long(seconds=20)
 def test_runs_are_the_same_with_one_and_two_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deft_client.libero.results.records import Outcome
-from tests.client.libero.kills import Scene, find_faults, torment
+from tests.tools.kills import Scene, find_faults, torment
 
 
 def _tiny_serve(port: int) -> list[str]:
@@ -20,7 +20,6 @@ def _scene(folder: Path) -> Scene:
     return Scene(_tiny_serve, folder, episodes=5, delay_ms=20.0)
 
 
-@pytest.mark.long(seconds=13)
 def test_kill_9_at_any_moment_costs_no_episode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from deft_client.libero.evaluation.ray_workers import ActorWorker, RemotePlayer,
 from deft_client.libero.evaluation.runs import plan_runs
 from deft_client.libero.evaluation.workers import Died
 from tests.client.libero.episodes import record
-from tests.client.libero.kills import Scene, find_faults, finish, torment
+from tests.tools.kills import Scene, find_faults, finish, torment
 
 WITHOUT_RAY = """
 import sys
@@ -137,7 +137,6 @@ def _kill_one_that_plays(scene: Scene) -> None:
         time.sleep(0.5)
 
 
-@pytest.mark.long(seconds=50)
 @pytest.mark.timeout(600)  # Ray starts eight processes, and on a busy machine slowly
 def test_ray_workers_play_what_one_process_plays(
     tmp_path: Path,

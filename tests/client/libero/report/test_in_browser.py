@@ -57,7 +57,6 @@ def _write_run(folder: Path, name: str) -> None:
     store.close()
 
 
-@pytest.mark.long(seconds=15)
 @pytest.mark.parametrize("what", ["runs", "runs/lossless", "empty"])
 def test_reports_can_be_read_and_used_by_everybody(
     browser: "sync_api.Browser", folder: Path, what: str

@@ -17,10 +17,10 @@ from deft_client.libero.simulator.conventions import wait_action
 from deft_client.libero.simulator.scene import Pose
 from deft_client.libero.simulator.stepping import turned
 from deft_client.libero.simulator.suites import NUM_TRIALS, find_suite, find_task
-from tests.client.libero.simulated import PHYSICS, needs_simulator, physics, settle
+from tests.client.libero.simulated import PHYSICS, physics, settle
 from tests.standins import stand_ins
 
-pytestmark = needs_simulator
+pytestmark = pytest.mark.libero
 ON_STAND_INS = ("--assets", str(stand_ins()))
 
 

@@ -16,11 +16,11 @@ from deft_client.libero.simulator.environment import (
 from deft_client.libero.simulator.graphics import Renderer
 from deft_client.libero.simulator.scene import Goal
 from deft_client.libero.simulator.suites import find_task
-from tests.client.libero.simulated import PHYSICS, needs_simulator, physics
+from tests.client.libero.simulated import PHYSICS, physics
 from tests.standins import stand_ins
 from tests.standins.build import build
 
-pytestmark = needs_simulator
+pytestmark = pytest.mark.libero
 TASK = ("libero_object", 5)
 
 

@@ -10,9 +10,9 @@ import pytest
 from deft_client.libero.simulator.camera import Camera, StillLayer
 from deft_client.libero.simulator.conventions import OPEN, wait_action
 from deft_client.libero.simulator.graphics import Renderer, find_renderer
-from tests.client.libero.simulated import needs_simulator, physics, settle
+from tests.client.libero.simulated import physics, settle
 
-pytestmark = needs_simulator
+pytestmark = pytest.mark.libero
 TASK = ("libero_object", 5)
 DOWN_AND_ASIDE = np.array([0.3, 0.2, -0.6, 0.1, 0.0, 0.2, OPEN])
 

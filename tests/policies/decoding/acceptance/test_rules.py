@@ -31,6 +31,8 @@ from deft_policies.methods.within_bins import WithinBins
 from tests.policies.decoding.trees import ACTIONS, SPACE, Case, Step, random_case, steps_to
 from tests.tiny_target import LENGTH
 
+pytestmark = pytest.mark.promise
+
 # (case, path) -> may the whole path be committed?
 Judge = Callable[[Case, list[Step]], bool]
 

@@ -25,10 +25,10 @@ from deft_policies.memory import SessionMemory
 from deft_policies.model.draft_heads import HeadPasses
 from deft_policies.model.graphs import Reserve, StepRunner
 from deft_policies.model.kv_cache import KVCache
+from tests.fake_graphs import RecordingCapturer
 from tests.launches import LaunchCounter
 from tests.policies.decoding.drafts.test_head import SIZES, random_head
 from tests.policies.decoding.scripts import answer_of
-from tests.recorder import RecordingCapturer
 from tests.tiny_target import ACTIONS, VOCABULARY, WIDTH, random_prompts, tiny_decoder
 
 LENGTH = 12  # tokens of an answer

@@ -198,6 +198,7 @@ def test_the_spec_vla_presets_are_the_canonical_loop_tree_by_tree(
             assert found.bonus == expected["bonus"]
 
 
+@pytest.mark.promise
 def test_strict_runs_equal_plain_decoding(head: EagleHead) -> None:
     for number in usable_cases()[:4]:
         trace = decode(find_method("spec-vla-strict"), head, "multimodal", number)

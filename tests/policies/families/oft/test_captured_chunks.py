@@ -18,7 +18,7 @@ from deft_policies.model.formats import Precision
 from deft_policies.model.graphs import StepRunner
 from deft_policies.model.image import ImageProcessor
 from tests import golden_oft
-from tests.recorder import RecordingCapturer
+from tests.fake_graphs import RecordingCapturer
 from tests.tiny_openvla import tiny_model
 
 WORDS = ("lift", "the", "red", "cup", "and", "put", "it", "on", "a", "plate")

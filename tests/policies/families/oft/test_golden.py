@@ -26,6 +26,7 @@ from deft_policies.model.graphs import StepRunner
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.statistics import ActionStatistics
 from tests import golden_oft
+from tests.fake_graphs import RecordingCapturer
 from tests.golden_oft import OftCase
 from tests.policies.families.oft.slow_forward import (
     FILM_MISTAKES,
@@ -34,7 +35,8 @@ from tests.policies.families.oft.slow_forward import (
     slow_actions,
     slow_hidden,
 )
-from tests.recorder import RecordingCapturer
+
+pytestmark = pytest.mark.promise
 
 TOLERANCE = 1e-4
 # Attention of the variant that answers with tokens is sharp.

@@ -75,6 +75,7 @@ def check(answered: dict[str, Any], frame: dict[str, Any]) -> None:
     assert np.abs(found - wanted).max() <= 2e-6 * np.abs(wanted).max()
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("decoding", METHODS)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_single_frames_are_answered_as_published(name: str, decoding: str, tmp_path: Path) -> None:
@@ -144,6 +145,7 @@ def test_logits_are_those_of_lerobot(name: str, grammar: str) -> None:
             np.testing.assert_allclose(found[first["ids"]], first["logits"], atol=1e-3, rtol=0)
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("name", VARIANTS)
 def test_pictures_and_prompts_are_lerobots_to_the_last_bit(name: str) -> None:
     model = model_of(name)

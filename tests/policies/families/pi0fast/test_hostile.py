@@ -70,7 +70,7 @@ CONFIGS: dict[str, tuple[Callable[[Any], object], str]] = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_configuration(name: str, folder: Path) -> None:
+def test_a_configuration_that_lies_is_refused(name: str, folder: Path) -> None:
     change, word = CONFIGS[name]
     edit(folder / "config.json", change)
     assert word in refusal(folder)
@@ -106,7 +106,7 @@ PIPELINES: dict[str, tuple[str, Callable[[Any], object], str]] = {
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_a_pipeline(name: str, folder: Path) -> None:
+def test_a_pipeline_that_lies_is_refused(name: str, folder: Path) -> None:
     file, change, word = PIPELINES[name]
     edit(folder / file, change)
     assert word in refusal(folder)
@@ -145,7 +145,7 @@ STATISTICS: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
 
 
 @pytest.mark.parametrize("name", STATISTICS)
-def test_statistics(name: str, folder: Path) -> None:
+def test_statistics_that_lie_are_refused(name: str, folder: Path) -> None:
     file, change, word = STATISTICS[name]
     stored = load_file(folder / file)
     change(stored)
@@ -190,7 +190,7 @@ TOKENIZERS: dict[str, tuple[Callable[[Any], object], str]] = {
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_a_tokenizer(name: str, folder: Path) -> None:
+def test_a_tokenizer_that_lies_is_refused(name: str, folder: Path) -> None:
     change, word = TOKENIZERS[name]
     edit(folder / WORDS / "tokenizer.json", change)
     assert word in refusal(folder)

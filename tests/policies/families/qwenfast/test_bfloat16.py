@@ -56,9 +56,7 @@ def test_drafts_change_no_token_in_bfloat16(name: str, grammar: str) -> None:
     check(name, 1, grammar)
 
 
-@pytest.mark.long(seconds=30)
-@pytest.mark.parametrize("name", ["libero", "nora"])
-def test_drafts_change_no_token_in_bfloat16_on_two_threads(name: str) -> None:
+def test_drafts_change_no_token_in_bfloat16_on_two_threads() -> None:
     """In a process of its own: other tests run on one thread."""
-    command = f"from {__name__} import check; check({name!r}, 2, 'on')"
+    command = f"from {__name__} import check; check('nora', 2, 'on')"
     subprocess.run([sys.executable, "-c", command], check=True)

@@ -112,7 +112,7 @@ def test_the_digest_of_weights_is_of_the_adapter_and_its_base(tmp_path: Path) ->
     assert {folder.resolve() for folder in folders} == expected
 
 
-def test_its_penalty_is_the_bases_and_its_pictures_are_named(tmp_path: Path) -> None:
+def test_an_adapter_has_the_penalty_of_its_base_and_named_pictures(tmp_path: Path) -> None:
     """The version that saved the base says nothing of the one that trained the adapter."""
     run = write_run(tmp_path, "new")
     path = tmp_path / "base/config.json"

@@ -16,8 +16,8 @@ from deft_policies.families.vla0.model import WIDEST, Vla0
 from deft_policies.memory import SessionMemory
 from deft_policies.model.graphs import StepRunner
 from deft_policies.model.qwen_vision import FRAMES, PATCH, QwenVision, QwenVisionSizes
+from tests.fake_graphs import RecordingCapturer
 from tests.golden_vla0 import GOLDEN, VARIANTS, cameras, variant
-from tests.recorder import RecordingCapturer
 
 CPU = torch.device("cpu")
 METHODS = ("lossless", "numbers", "autoregressive")

@@ -96,7 +96,7 @@ def test_published_sizes_have_the_parameters_that_they_should(name: str, tmp_pat
 
 @pytest.mark.parametrize("quantization", [Quantization.NONE, Quantization.INT8])
 @pytest.mark.parametrize("name", SIZES)
-def test_doctor_says_what_memory_they_take(
+def test_doctor_says_what_memory_published_sizes_take(
     name: str, quantization: Quantization, tmp_path: Path
 ) -> None:
     config = write_run(tmp_path, name)
