@@ -30,15 +30,14 @@ def local_server(
     *flags: str,
     settings: ClientSettings | None = None,
     log: deque[str] | None = None,
-    program: str = "deft_server",
 ) -> Iterator[str]:
     """Yield the URL of a server that is ready; stop it afterwards. `settings` reach it.
 
     If it ends earlier, its last words are told: whoever asked it saw no more than refusals. All it
-    logs goes into `log`. `program` is a module that knows `serve`.
+    logs goes into `log`.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", program, "serve", "--port", "0", *flags],
+        [sys.executable, "-m", "deft_server", "serve", "--port", "0", *flags],
         stderr=subprocess.PIPE,
         text=True,
     )

@@ -6,8 +6,7 @@ _HERE = "scripts.bench."
 COMMANDS = {
     "decoding": Command(_HERE + "decoding", "deft bench, beside scripted drafts"),
     "gpu": Command(_HERE + "gpu_run", "a short run on a GPU: bits, passes, frames, memory"),
-    "server": Command(_HERE + "server", "what the server adds to a policy's time"),
-    "cluster": Command(_HERE + "cluster", "replicas on a Ray of its own"),
+    "server": Command(_HERE + "server", "what the server and its replicas add to a policy's time"),
     "network": Command(_HERE + "network", "robots behind a network that is late and cuts"),
     "rate": Command(_HERE + "rate", "actions a second of one arm, by a loop and by waiting"),
     "sim": Command(_HERE + "sim", "steps and frames of the simulator"),

@@ -25,7 +25,7 @@ from deft_client.control_loop import ControlLoop, LoopSettings, LoopStatus
 from deft_client.errors import DeftError
 from deft_client.stream import StreamClient
 from deft_client.types import ActionChunk, ActOptions, Observation
-from scripts.bench.load import frame
+from scripts.bench.server import frame
 from scripts.local_server import local_server, port_of
 
 DELAY_S = (0.005, 0.06)

@@ -1,42 +1,39 @@
-"""What the server adds to a policy's own time, alone, in company and under overload.
+"""What the server adds to a policy's own time: alone, in company, under overload, with replicas.
 
-`python -m scripts.bench server` runs everything (about two minutes), naming sections runs those:
-added, health, idle, sessions, overload, several. Every line ends in PASS or FAIL; those without a
-limit are there to compare. Prints the load of the machine, because nothing here means much on a
-busy one.
+`python -m scripts.bench server` runs everything but replicas (about two minutes), naming sections
+runs those: added, health, idle, sessions, overload, several, replicas (on a Ray of its own). Every
+line ends in PASS or FAIL; those without a limit are there to compare. Prints the load of the
+machine, because nothing here means much on a busy one. `deft-client load` asks a server of yours.
 """
 
 import argparse
 import asyncio
+import base64
 import http.client
 import json
+import logging
 import os
 import socket
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import websockets.asyncio.client
 import websockets.sync.client
 from PIL import Image
 
 from deft_client import ActionChunk, ActOptions, DeftError, Observation, PolicyClient
 from deft_client.peers.arrays import pack
 from deft_client.stream import StreamClient
+from deft_client.wire.json_codec import decode
+from deft_client.wire.messages import PROBLEM, ActMessage
+from deft_client.wire.msgpack_codec import encode_request
 from deft_policies.tiny_libero import STATISTICS_KEY
-from scripts.bench.load import (
-    Load,
-    count_all,
-    frame,
-    http_request,
-    message,
-    open_loop,
-    sequential,
-    sessions,
-)
-from scripts.bench.peers import FASTAPI, WEBSOCKETS, openvla_body, peer
+from deft_server.replicas.ray_serve import import_ray
 from scripts.local_server import ask_metric, local_server, port_of, resident_mb
 
 SIZE = 256  # pixels: 196,608 bytes a frame
@@ -59,8 +56,126 @@ class Result:
 
 
 def serving(policy: str, *flags: str) -> AbstractContextManager[str]:
-    """Run a policy of `policies`; the block has the URL."""
-    return local_server("--policy", policy, *flags, program="scripts.bench.policies")
+    """Run `deft serve` with a policy; the block has the URL."""
+    return local_server("--policy", policy, *flags)
+
+
+Load = defaultdict[int, list[float]]  # by status: milliseconds from a request to its answer
+
+
+def count_all(load: Load) -> int:
+    """Answers of any status."""
+    return sum(map(len, load.values()))
+
+
+def frame(size: int) -> Observation:
+    rng = np.random.default_rng(0)
+    return Observation(rng.integers(0, 256, (size, size, 3), dtype=np.uint8), "lift the cup")
+
+
+def message(size: int, session_id: str | None = None) -> bytes:
+    return encode_request(ActMessage(frame(size), ActOptions(session_id=session_id)))
+
+
+def http_request(body: bytes) -> bytes:
+    head = (
+        "POST /v1/act HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/msgpack\r\n"
+        f"content-length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+class Connection:
+    """One kept HTTP connection."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def ask(self, request: bytes) -> int:
+        """Send a request and return the status of its answer."""
+        if self._streams is None:
+            self._streams = await asyncio.open_connection("127.0.0.1", self._port)
+        reader, writer = self._streams
+        writer.write(request)
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        length = head.partition(b"content-length: ")[2].partition(b"\r\n")[0]
+        await reader.readexactly(int(length))
+        return int(head.split(b" ", 2)[1])
+
+    def close(self) -> None:
+        if self._streams is not None:
+            self._streams[1].close()
+
+
+async def open_loop(
+    port: int, requests: Sequence[bytes], rate_per_s: float, seconds: float
+) -> Load:
+    """Send at a fixed rate whatever the answers do: callers in turn that know nothing of others."""
+    load, idle, tasks = Load(list), list[Connection](), set[asyncio.Task[None]]()
+    start_s = time.perf_counter()
+
+    async def one(sent_s: float, request: bytes) -> None:
+        connection = idle.pop() if idle else Connection(port)
+        status = await connection.ask(request)
+        idle.append(connection)
+        load[status].append((time.perf_counter() - sent_s) * 1000)
+
+    for number in range(int(rate_per_s * seconds)):
+        due_s = start_s + number / rate_per_s
+        while (wait_s := due_s - time.perf_counter()) > 0:
+            await asyncio.sleep(wait_s)
+        task = asyncio.create_task(one(time.perf_counter(), requests[number % len(requests)]))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+    await asyncio.gather(*tasks)
+    for connection in idle:
+        connection.close()
+    return load
+
+
+async def sequential(port: int, request: bytes, count: int) -> Load:
+    """Send one request after the other."""
+    load, connection = Load(list), Connection(port)
+    for _ in range(count):
+        sent_s = time.perf_counter()
+        status = await connection.ask(request)
+        load[status].append((time.perf_counter() - sent_s) * 1000)
+    connection.close()
+    return load
+
+
+async def sessions(port: int, bodies: Sequence[bytes], seconds: float) -> list[Load]:
+    """Stream from one robot per body, each sending again as soon as it is answered.
+
+    One that is refused waits as it is told to: else refusals alone would keep the server busy.
+    """
+    start_s = time.perf_counter()
+
+    async def robot(body: bytes) -> Load:
+        load = Load(list)
+        async with websockets.asyncio.client.connect(
+            f"ws://127.0.0.1:{port}/v1/stream", compression=None
+        ) as socket:
+            while (sent_s := time.perf_counter()) < start_s + seconds:
+                await socket.send(body)
+                reply = await socket.recv()
+                took_ms, status = (time.perf_counter() - sent_s) * 1000, 200
+                if isinstance(reply, str):
+                    problem = decode(PROBLEM, reply.encode())
+                    status = problem.status
+                    await asyncio.sleep(problem.retry_after_s or 0.0)
+                load[status].append(took_ms)
+        return load
+
+    return await asyncio.gather(*(robot(body) for body in bodies))
+
+
+def openvla_body(image: np.ndarray, instruction: str) -> bytes:
+    """Return what OpenVLA's own client sends."""
+    data = base64.b64encode(image.tobytes()).decode()
+    encoded = {"__numpy__": data, "dtype": "|u1", "shape": list(image.shape)}
+    return json.dumps({"image": encoded, "instruction": instruction}).encode()
 
 
 def times_ms(work: Callable[[], object], count: int) -> np.ndarray:
@@ -90,10 +205,6 @@ def bench_added(_: argparse.Namespace) -> list[Result]:
     observation, body = frame(SIZE), message(SIZE)
     legacy_body = openvla_body(observation.image, observation.instruction)
     openpi_body = pack({"observation/image": observation.image, "prompt": "lift the cup"})
-    with peer(WEBSOCKETS) as port:
-        bare = time_stream(f"ws://127.0.0.1:{port}/", openpi_body, greets=False)
-    with peer(FASTAPI) as port:
-        peers_act = time_posts(port, "/act", legacy_body, "application/json")
     with serving("constant") as url:
         port = port_of(url)
         stream = time_stream(f"ws://127.0.0.1:{port}/v1/stream", body, greets=False)
@@ -107,9 +218,7 @@ def bench_added(_: argparse.Namespace) -> list[Result]:
     return [
         added_line("/v1/stream, 1,000 in a row", stream, 0.4, np.inf),
         added_line("openpi WebSocket, 1,000 in a row", openpi, 0.4, np.inf),
-        Result("... a bare server with openpi's architecture", spread(bare), "-", True),
         added_line("OpenVLA POST /act, 1,000 in a row", legacy, 3.0, np.inf),
-        Result("... a bare server with OpenVLA's architecture", spread(peers_act), "-", True),
         added_line("POST /v1/act, 2,000 in a row", act, 2.0, 10.0),
         added_line("... through PolicyClient, its own time included", sdk, 2.0, 10.0),
         Result(
@@ -152,25 +261,22 @@ def time_stream(url: str, body: bytes, greets: bool) -> np.ndarray:
 
 
 def bench_health(_: argparse.Namespace) -> list[Result]:
-    results = []
-    for policy in ("sleeping", "spinning"):
-        with serving(policy) as url:
-            connection = http.client.HTTPConnection("127.0.0.1", port_of(url))
+    with serving("sleeping") as url:
+        connection = http.client.HTTPConnection("127.0.0.1", port_of(url))
 
-            def get(using: http.client.HTTPConnection = connection) -> None:
-                using.request("GET", "/healthz")
-                using.getresponse().read()
+        def get() -> None:
+            connection.request("GET", "/healthz")
+            connection.getresponse().read()
 
-            idle = times_ms(get, 100)
-            request = http_request(message(SIZE))
-            with socket.create_connection(("127.0.0.1", port_of(url))) as caller:
-                caller.sendall(request)
-                time.sleep(0.01)
-                busy = times_ms(get, 100)
-        measured = f"max {busy.max():.2f} ms ({idle.max():.2f} ms when idle)"
-        what = f"/healthz while the policy is {policy}"
-        results.append(Result(what, measured, "max < 20 ms", bool(busy.max() < 20)))
-    return results
+        idle = times_ms(get, 100)
+        request = http_request(message(SIZE))
+        with socket.create_connection(("127.0.0.1", port_of(url))) as caller:
+            caller.sendall(request)
+            time.sleep(0.01)
+            busy = times_ms(get, 100)
+    measured = f"max {busy.max():.2f} ms ({idle.max():.2f} ms when idle)"
+    what = "/healthz while the policy works"
+    return [Result(what, measured, "max < 20 ms", bool(busy.max() < 20))]
 
 
 def bench_idle(options: argparse.Namespace) -> list[Result]:
@@ -317,6 +423,78 @@ def time_several(client: PolicyClient, method: str) -> tuple[list[float], list[f
     return spent_ms["alone"], spent_ms["together"], different
 
 
+def bench_replicas(options: argparse.Namespace) -> list[Result]:
+    """Sixteen sessions on one replica and on two, and what a replica adds to a frame."""
+    with own_ray() as ray:
+        rates = {count: replica_rate(ray, count, options.seconds / 3) for count in (1, 2)}
+        near, far = replica_times(ray)
+    ratio, added_ms = rates[2] / rates[1], float(np.median(far) - np.median(near))
+    measured = f"{rates[1]:.1f} and {rates[2]:.1f} frames/s, {ratio:.2f}x"
+    return [
+        Result("one replica and two, 16 sessions", measured, ">= 1.9x", ratio >= 1.9),
+        Result("a frame on a thread", spread(near), "-", True),
+        Result(
+            "a frame on a replica",
+            f"{spread(far)}; {added_ms:.2f} ms added",
+            "median <= 3 ms added",
+            added_ms <= 3,
+        ),
+    ]
+
+
+@contextmanager
+def replicas(ray: str, count: int, sleep_ms: float) -> Iterator[str]:
+    """A server with so many replicas on the Ray of an address, once all of them answer."""
+    flags = ("--replicas", str(count), "--ray", ray, "--replica-cpus=0.1", "--max-batch", "1")
+    try:
+        with serving("sleeping", "--sleep-ms", str(sleep_ms), *flags) as url:
+            gives_up_s = time.monotonic() + 120
+            while ask_metric(url, "deft_replicas") != count:
+                if time.monotonic() > gives_up_s:
+                    raise SystemExit(f"{url} never had {count} replicas")
+                time.sleep(0.1)
+            yield url
+    finally:
+        import_ray()[1].shutdown()  # or the next would begin with these replicas
+
+
+def replica_rate(ray: str, count: int, seconds: float) -> float:
+    """Frames a second of sixteen sessions that ask again as soon as they are answered."""
+    bodies = [message(64, f"s{number}") for number in range(16)]
+    with replicas(ray, count, 50) as url:
+        loads = asyncio.run(sessions(port_of(url), bodies, seconds))
+    return sum(len(load[200]) for load in loads) / seconds
+
+
+def replica_times(ray: str) -> tuple[np.ndarray, np.ndarray]:
+    """The same frame of 200 kB to a policy on a thread and to one replica."""
+    body = message(258, "s")
+    with serving("sleeping", "--sleep-ms", "0.5", "--max-batch", "1") as url:
+        near = time_stream(f"ws://127.0.0.1:{port_of(url)}/v1/stream", body, greets=False)
+    with replicas(ray, 1, 0.5) as url:
+        far = time_stream(f"ws://127.0.0.1:{port_of(url)}/v1/stream", body, greets=False)
+    return near, far
+
+
+@contextmanager
+def own_ray() -> Iterator[str]:
+    """Start Ray with room for eight small replicas, yield its address, and end it."""
+    ray, _ = import_ray()
+    context = ray.init(
+        address="local",
+        num_cpus=8,
+        include_dashboard=False,
+        object_store_memory=200 * 2**20,
+        log_to_driver=False,
+        configure_logging=False,
+        logging_level=logging.WARNING,
+    )
+    try:
+        yield context.address_info["gcs_address"]
+    finally:
+        ray.shutdown()
+
+
 SECTIONS: dict[str, Callable[[argparse.Namespace], list[Result]]] = {
     "added": bench_added,
     "health": bench_health,
@@ -324,7 +502,9 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], list[Result]]] = {
     "sessions": bench_sessions,
     "overload": bench_overload,
     "several": bench_several,
+    "replicas": bench_replicas,
 }
+USUAL = [name for name in SECTIONS if name != "replicas"]  # that one needs Ray
 
 
 def main(arguments: list[str]) -> int:
@@ -338,7 +518,7 @@ def main(arguments: list[str]) -> int:
         parser.error(f"unknown section {sorted(unknown)[0]!r}; there are {', '.join(SECTIONS)}")
     print(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f} before this")
     results = []
-    for name in options.sections or SECTIONS:
+    for name in options.sections or USUAL:
         for result in SECTIONS[name](options):
             results.append(result)
             verdict = "PASS" if result.is_met else "FAIL"
