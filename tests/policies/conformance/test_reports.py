@@ -8,7 +8,7 @@ import pytest
 from deft_policies.conformance import report
 
 REPORTS = sorted(Path("docs/results/conformance").glob("*.json"))
-PAGE = Path("docs/conformance.md").read_text()
+PAGE = Path("docs/conformance.md").read_text().partition("## Which own code has been run")[2]
 
 
 @pytest.mark.parametrize("path", REPORTS, ids=lambda path: path.stem)
