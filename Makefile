@@ -127,7 +127,7 @@ $(SITE): $(MADE) pyproject.toml locks/all.txt
 	@touch $@
 
 # Client and server with what their tests need; whatever comes with torch stays out.
-$(LIGHT): $(MADE) .ci/light_requirements.py pyproject.toml client/pyproject.toml requirements/ci.txt
+$(LIGHT): $(MADE) .ci/light_requirements.py pyproject.toml client/pyproject.toml locks/all.txt
 	$(BIN)/python .ci/light_requirements.py >$(VENV)/light.txt
 	$(PIP) $(PINS) --requirement $(VENV)/light.txt --editable "./client[datasets]"
 	$(PIP) --no-deps --editable .

@@ -146,7 +146,6 @@ def test_deft_answers_as_the_own_code_did(
     assert str(tmp_path) not in json.dumps(found)  # it is made to be posted
 
 
-@pytest.mark.long(seconds=15)
 def test_an_answer_that_differs_is_an_error_and_is_shown(
     compare: Compare, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,7 +164,6 @@ def test_an_answer_that_differs_is_an_error_and_is_shown(
     assert not parting["is_near_tie"]
 
 
-@pytest.mark.long(seconds=15)
 def test_actions_that_differ_are_an_error_even_where_tokens_are_equal(
     compare: Compare, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -188,7 +186,6 @@ def test_an_environment_without_the_own_code_is_said_at_once(
     assert "give the python of an environment" in capsys.readouterr().out
 
 
-@pytest.mark.long(seconds=30)
 @pytest.mark.parametrize(
     ("code", "told"),
     [
