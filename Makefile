@@ -122,7 +122,7 @@ $(INSTALLED): $(MADE) pyproject.toml client/pyproject.toml locks/all.txt
 	$(PIP) $(PINS) --editable "./client[datasets]" --editable ".[$(EXTRAS)]"
 	@touch $@
 
-$(SITE): $(MADE) pyproject.toml requirements/ci.txt
+$(SITE): $(MADE) pyproject.toml locks/all.txt
 	$(PIP) $(PINS) --editable "./client" --editable ".[docs]"
 	@touch $@
 

@@ -75,6 +75,7 @@ OWN = {  # what stands for something of the reader's
     r"--draft-head DIR": f"--draft-head {CHECKPOINT.parent / 'eagle'}",
     r"--checkpoint \S+": f"--checkpoint {CHECKPOINT}",
     r"--statistics-key KEY": f"--statistics-key {STATISTICS_KEY}",
+    r"--layers \S+": "--layers 3,6,9",  # a small model has fewer
 }
 
 
