@@ -167,8 +167,10 @@ class HeadTrainer(Trainer[DraftHead]):
     def run(self, directory: Path, with_board: bool = False) -> nn.Module:
         """Train to the configured step and return the (averaged) head."""
         described = {**plain(self.config), "target": self.target.fingerprint()}
-        if self.store.layers:
+        if self.config.kind is HeadKind.BLOCK:
             described["layers"] = list(self.store.layers)
+        else:
+            del described["block"]  # which runs from before there were block heads do not have
         with RunDirectory(directory, described, with_board, self.workers.rank == 0) as run:
             run.keep_split(*(self.episodes_of(one) for one in (self.numbers, self.held_out)))
             return self._train(run)

@@ -157,7 +157,8 @@ def test_what_is_captured_depends_on_the_reserve_alone(captured: Captured) -> No
     shapes = shapes_of(reserve, captured.engine.captured.widest, True)
     assert len(set(shapes)) == len(shapes)
     of_head = len(steps_of(reserve.batches)) + 1  # and that of prompts
-    assert captured.num_captured == len(shapes) + of_head
+    of_block = 2 * len(reserve.batches) + 1  # chains and trees, and prompts
+    assert captured.num_captured == len(shapes) + of_head + of_block
 
 
 @pytest.mark.parametrize("widest", [1, 8, 16])

@@ -338,9 +338,13 @@ def test_results_of_other_options_are_not_mixed(
     with tiny_server() as server:
         _evaluate(tmp_path, "--url", server.url, "--episodes", "1")
         content = (tmp_path / "point_world-lossless" / "episodes.jsonl").read_bytes()
-        assert _evaluate(tmp_path, "--url", server.url, "--episodes", "1", "--seed", "8") == 2
-    assert "seed: there '7', now '8'" in capsys.readouterr().err
+        limit = ("--step-limit", "9")
+        assert _evaluate(tmp_path, "--url", server.url, "--episodes", "1", *limit) == 2
+        assert "now '9'" in capsys.readouterr().err
+        # Another seed is another run.
+        assert _evaluate(tmp_path, "--url", server.url, "--episodes", "1", "--seed", "8") == 0
     assert (tmp_path / "point_world-lossless" / "episodes.jsonl").read_bytes() == content
+    assert (tmp_path / "point_world-lossless-seed8").is_dir()
 
 
 def test_an_unusable_assets_folder_is_an_error_at_the_start(
