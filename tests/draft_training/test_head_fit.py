@@ -83,7 +83,7 @@ def values(name: str, directory: Path) -> list[float]:
     return [json.loads(line)[name] for line in losses(directory)]
 
 
-@pytest.mark.parametrize("kind", list(HeadKind))
+@pytest.mark.parametrize("kind", [HeadKind.EAGLE, HeadKind.MEDUSA])
 def test_fitting_lowers_the_loss(tmp_path, shards, kind):
     config = replace(CONFIG, kind=kind)
     trainer(shards, config).run(tmp_path / "run")
@@ -91,7 +91,7 @@ def test_fitting_lowers_the_loss(tmp_path, shards, kind):
     assert last < 0.9 * first
 
 
-@pytest.mark.parametrize("kind", list(HeadKind))
+@pytest.mark.parametrize("kind", [HeadKind.EAGLE, HeadKind.MEDUSA])
 def test_a_head_of_a_bfloat16_target_is_fitted_in_either_precision(tmp_path, demos, kind):
     target = tiny_target(Precision.BFLOAT16)
     record(target, RecordConfig(EpisodeSource((demos,))), tmp_path / "shards")

@@ -15,8 +15,8 @@ method is verified as far as the product of these is at least 0.2. A relaxed met
 that was drafted, because its answers depend on it.
 
 `deft train fit --set kind=block` makes a head, of any family (docs/training.md). `block` drafts a
-chain, `block-tree` a tree over the places of one block, `block-relaxed` accepts within 9 bins as
-Spec-VLA does.
+chain, `block-tree` a tree over the places of one block. Any rule takes the head's drafts with
+`drafts=block`: `within-bins:radius=9,drafts=block,tree=chain+7`.
 
 Left out: gated and recurrent Markov heads, and prices of widths: verified is what is likely enough.
 
@@ -28,7 +28,6 @@ from deft_policies.decoding.plan import TreeShape, plan
 METHODS = {
     "block": "autoregressive:plans=block",
     "block-tree": "autoregressive:plans=block-tree",
-    "block-relaxed": "autoregressive:rule=within-bins,radius=9,plans=block",
 }
 PLANS = {
     "block": (plan("block", "", "block", TreeShape.chain(7)),),

@@ -55,6 +55,8 @@ def copy(tmp_path: Path) -> Path:
 
 def run(folder: Path, code: str, *arguments: str) -> str:
     paths = f"import sys; sys.path[:0] = [{str(folder)!r}, {str(ROOT / 'client')!r}]\n"
+    # What finds packages that are installed as links would find the files that are not there.
+    paths += "sys.meta_path[:] = [one for one in sys.meta_path if 'editable' not in str(one)]\n"
     command = [sys.executable, "-c", paths + code, *arguments]
     environment = os.environ | {"PYTHONHASHSEED": "0"}  # sets are written in one order
     done = subprocess.run(

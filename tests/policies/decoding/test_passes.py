@@ -19,6 +19,7 @@ from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.errors import RequestError, UnknownDecodingError
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads, head_sizes
 from deft_policies.model.llama import first_layers
+from tests.policies.decoding.captures import random_block
 from tests.policies.decoding.scripts import (
     METHODS,
     Decoding,
@@ -55,7 +56,8 @@ def random_models() -> DraftModels:
     medusa = MedusaHeads(WIDTH, 6).requires_grad_(False)
     head = EagleHead(head_sizes(WIDTH, 24, 2, 2, max_positions=64)).requires_grad_(False)
     small_model = fast_target(first_layers(DECODER, 1))
-    return DraftModels(head=head, medusa=medusa, small_model=small_model)
+    block = random_block(DECODER.sizes)
+    return DraftModels(head=head, medusa=medusa, block=block, small_model=small_model)
 
 
 def test_a_perfect_draft_in_the_prefill_takes_one_pass() -> None:
@@ -282,7 +284,7 @@ def test_the_slow_target_decodes_alike() -> None:
     runs = []
     for target in (TARGET, TinyTarget(DECODER)):
         session = Session.of(3)
-        decoder = Decoding(target, method, random_models())
+        decoder = Decoding(target, method, replace(random_models(), block=None))
         runs.append([tokens_of(decoder.decode(PROMPTS, session)) for _ in range(2)])
     assert runs[0] == runs[1]
 
