@@ -47,12 +47,13 @@ NOT_OURS = {
     "torchrun",
     "for",
     "done",
+    ".venv/bin/pip",
     ".venv/bin/pytest",
 }
 
 NOT_RUN = "|".join(  # only parsed
     (
-        r"(make|pip|ray|python3?|cd|docker|export|git|torchrun|for|done|\.venv/bin/pytest)( |$)",
+        r"(make|pip|ray|python3?|cd|docker|export|git|torchrun|for|done|\.venv/bin/(pip|pytest))( |$)",
         r"\.venv-(vla-eval|libero-pro)/bin/",
         # Never ends, takes hours in the simulator, measures the machine, or needs weights.
         r"deft (serve|plan|reproduce)|deft train (policy|correct)",
@@ -138,7 +139,8 @@ def test_every_command_is_one_that_exists(command: DocumentedCommand):
         case [program, *_] if program in MODULES:
             assert_known(words)
         case ["python", "-m", module, *_]:
-            path = ROOT / module.replace(".", "/")
+            is_recipe = module.startswith("tiny_libero_recipe")
+            path = (ROOT / "scripts/tiny_libero" if is_recipe else ROOT) / module.replace(".", "/")
             assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
             if (path / "__main__.py").is_file() and signature(main_of(module)).parameters:
                 assert_known(words)
