@@ -53,7 +53,8 @@ NOT_OURS = {
 
 NOT_RUN = "|".join(  # only parsed
     (
-        r"(make|pip|ray|python3?|cd|docker|export|git|torchrun|for|done|\.venv/bin/(pip|pytest))( |$)",
+        r"(make|pip|ray|python3?|cd|docker|export|git|torchrun|for|done)( |$)",
+        r"\.venv/bin/(pip|pytest)( |$)",
         r"\.venv-(vla-eval|libero-pro)/bin/",
         # Never ends, takes hours in the simulator, measures the machine, or needs weights.
         r"deft (serve|plan|reproduce)|deft train (policy|correct)",
