@@ -46,6 +46,10 @@ EXCEPTIONS = {
     (f"attend {whose}", architecture): most
     for whose, most in (("nodes'", (255, 16)), ("a prompt's", (255, 160)))
     for architecture in (86, 89, 100, 120)
+} | {
+    # Where rows are not whole, numbers are loaded one by one.
+    ("product 128x128x64 HAS_BIAS", architecture): (255, MOST_LOCAL_BYTES)
+    for architecture in ARCHITECTURES
 }
 _CPU, _FORMAT = torch.device("cpu"), torch.bfloat16
 _PROMPT = 288  # positions, patches and padding among them
