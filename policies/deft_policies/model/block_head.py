@@ -17,15 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from deft_policies.model.draft_heads import SteadyAttention
+from deft_policies.model.draft_heads import CachedPasses, added
 from deft_policies.model.kv_cache import CacheWindow, KVCache
 from deft_policies.model.llama import (
-    GATES,
     Attention,
     Layer,
     RMSNorm,
     RotaryTable,
-    added_mask,
     rotate_,
 )
 from deft_policies.model.passes import Projection
@@ -187,15 +185,15 @@ class BlockHead(nn.Module):
         return found
 
 
-class BlockPasses:
+class BlockPasses(CachedPasses):
     """Runs a head over a cache whose memory never moves, with fused kernels where there are any.
 
     The arithmetic is that of `BlockHead.run`. Row r is slot r; weights must not be replaced.
     """
 
     def __init__(self, head: BlockHead, cache: KVCache, kernels: "FusedKernels | None") -> None:
-        self._head, self._cache, self._kernels = head, cache, kernels
-        self._sizes = head.sizes.backbone
+        super().__init__(head.sizes.backbone, head.rotary, cache, kernels)
+        self._head = head
         self._fuse = Projection(head.fuse, kernels)
         self._layers = [
             (
@@ -225,60 +223,22 @@ class BlockPasses:
         """Hidden states [row, place, width] of blocks behind `num_cached` [row] positions."""
         num_rows, num_places = positions.shape
         hidden = self._head.block(embeds).flatten(0, 1)
-        attention = self._attention(hidden, positions, num_cached)
+        attention = self._of_blocks(hidden, positions, num_cached)
         for number, (layer, qkv, out, gate_up, down) in enumerate(self._layers):
             normed = self._normed(hidden, layer.attention_norm)
             mixed = attention.mix(number, qkv.apply(normed))
-            hidden = _added(hidden, out.add_to(hidden, mixed))
+            hidden = added(hidden, out.add_to(hidden, mixed))
             opened = self._opened(gate_up.apply(self._normed(hidden, layer.mlp_norm)))
-            hidden = _added(hidden, down.add_to(hidden, opened))
+            hidden = added(hidden, down.add_to(hidden, opened))
         return self._normed(hidden, self._head.norm).view(num_rows, num_places, -1)
 
-    def _attention(self, like: Tensor, positions: Tensor, num_cached: Tensor) -> Attention:
+    def _of_blocks(self, like: Tensor, positions: Tensor, num_cached: Tensor) -> Attention:
         """Of blocks that lie behind what is cached, and see that and themselves."""
-        num_rows, num_places = positions.shape
-        cache, sizes = self._cache, self._sizes
-        cos, sin = self._rotation(positions, like)
-        rows = torch.arange(num_rows, device=like.device)[:, None]
+        num_places = positions.shape[1]
         places = num_cached[:, None] + torch.arange(num_places, device=like.device)
-        strips = cache.data[:, :num_rows].transpose(2, 3)
-        window = CacheWindow(
-            targets=cache.flat.unbind(0),
-            keys=strips[:, :, : sizes.num_kv_heads].unbind(0),
-            values=strips[:, :, sizes.num_kv_heads :].unbind(0),
-            index=(rows * cache.num_positions + places).flatten(),
-        )
-        every = torch.arange(cache.num_positions, device=like.device)
+        every = torch.arange(self._cache.num_positions, device=like.device)
         seen = (every < (num_cached + num_places)[:, None])[:, None, None]
-        seen = seen.expand(-1, -1, num_places, -1)
-        if self._kernels is None:
-            return Attention(sizes, cos, sin, added_mask(seen, like.dtype), window=window)
-        return SteadyAttention(sizes, cos, sin, added_mask(seen, torch.float64), window=window)
-
-    def _rotation(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin; what is padding may lie beyond the last position."""
-        most = self._sizes.max_positions - 1
-        found: tuple[Tensor, Tensor] = self._head.rotary(positions.clamp(max=most), like)
-        return found
-
-    def _normed(self, hidden: Tensor, norm: nn.Module) -> Tensor:
-        assert isinstance(norm, RMSNorm)
-        if self._kernels is not None:
-            return self._kernels.rms_norm(hidden, norm.weight, norm.eps)
-        normed: Tensor = norm(hidden)
-        return normed
-
-    def _opened(self, gate_up: Tensor) -> Tensor:
-        """gate(gate) * up; fused kernels know SiLU alone."""
-        if self._kernels is not None and self._sizes.gate == "silu":
-            return self._kernels.silu_times(gate_up)
-        gate, up = gate_up.chunk(2, dim=1)
-        return GATES[self._sizes.gate](gate).mul_(up)
-
-
-def _added(residual: Tensor, branch: Tensor | None) -> Tensor:
-    """With what a product has not added yet."""
-    return residual if branch is None else residual.add_(branch)
+        return self.attention(like, positions, places, seen.expand(-1, -1, num_places, -1))
 
 
 def block_sizes(

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from deft_policies.model.kv_cache import CacheWindow, KVCache
 from deft_policies.model.llama import (
+    GATES,
     Attention,
     GatedMLP,
     LlamaAttention,
@@ -107,15 +108,68 @@ class SteadyAttention(Attention):
         return super().mix(layer, fused).to(fused.dtype)
 
 
-class HeadPasses:
+class CachedPasses:
+    """What passes over a cache whose memory never moves share, with fused kernels or without."""
+
+    def __init__(
+        self,
+        sizes: LlamaSizes,
+        rotary: RotaryTable,
+        cache: KVCache,
+        kernels: "FusedKernels | None",
+    ) -> None:
+        self._sizes, self._rotary, self._cache, self._kernels = sizes, rotary, cache, kernels
+
+    def _rotation(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin; what is padding may lie beyond the last position."""
+        found: tuple[Tensor, Tensor] = self._rotary(
+            positions.clamp(max=self._sizes.max_positions - 1), like
+        )
+        return found
+
+    def attention(self, like: Tensor, positions: Tensor, places: Tensor, seen: Tensor) -> Attention:
+        """Of tokens at rotary `positions` that are written to `places`, both [row, token].
+
+        `seen` [row, 1, token, position] says what each of them sees.
+        """
+        num_rows, cache, sizes = len(places), self._cache, self._sizes
+        cos, sin = self._rotation(positions, like)
+        rows = torch.arange(num_rows, device=places.device)[:, None]
+        strips = cache.data[:, :num_rows, : seen.shape[3]].transpose(2, 3)
+        window = CacheWindow(
+            targets=cache.flat.unbind(0),
+            keys=strips[:, :, : sizes.num_kv_heads].unbind(0),
+            values=strips[:, :, sizes.num_kv_heads :].unbind(0),
+            index=(rows * cache.num_positions + places).flatten(),
+        )
+        if self._kernels is None:
+            return Attention(sizes, cos, sin, added_mask(seen, like.dtype), window=window)
+        return SteadyAttention(sizes, cos, sin, added_mask(seen, torch.float64), window=window)
+
+    def _normed(self, mixed: Tensor, norm: nn.Module) -> Tensor:
+        assert isinstance(norm, RMSNorm)
+        if self._kernels is not None:
+            return self._kernels.rms_norm(mixed, norm.weight, norm.eps)
+        normed: Tensor = norm(mixed)
+        return normed
+
+    def _opened(self, gate_up: Tensor) -> Tensor:
+        """gate(gate) * up; fused kernels know SiLU alone."""
+        if self._kernels is not None and self._sizes.gate == "silu":
+            return self._kernels.silu_times(gate_up)
+        gate, up = gate_up.chunk(2, dim=1)
+        return GATES[self._sizes.gate](gate).mul_(up)
+
+
+class HeadPasses(CachedPasses):
     """Runs a head over a cache whose memory never moves, with fused kernels where there are any.
 
     The arithmetic is that of `EagleHead.run`. Row r is slot r; weights must not be replaced.
     """
 
     def __init__(self, head: EagleHead, cache: KVCache, kernels: "FusedKernels | None") -> None:
-        self._sizes, self._rotary, self._norm = head.sizes, head.rotary, head.mlp_norm
-        self._cache, self._kernels = cache, kernels
+        super().__init__(head.sizes, head.rotary, cache, kernels)
+        self._norm = head.mlp_norm
         self._fc, self._qkv = Projection(head.fc, kernels), Projection(head.attention.qkv, kernels)
         self._out = Projection(head.attention.out, kernels)
         self._gate_up = Projection(head.mlp.gate_up, kernels)
@@ -126,9 +180,9 @@ class HeadPasses:
         mixed = self._fc.apply(torch.cat((embeds, hidden), dim=1))
         attended = attention.mix(0, self._qkv.apply(mixed))
         mixed = attention.keep(mixed)
-        mixed = _added(mixed, self._out.add_to(mixed, attended))
-        gate_up = self._gate_up.apply(self._normed(mixed))
-        return _added(mixed, self._down.add_to(mixed, self._opened(gate_up)))
+        mixed = added(mixed, self._out.add_to(mixed, attended))
+        gate_up = self._gate_up.apply(self._normed(mixed, self._norm))
+        return added(mixed, self._down.add_to(mixed, self._opened(gate_up)))
 
     def read(self, embeds: Tensor, hidden: Tensor, slot: Tensor) -> None:
         """Append pairs [token, width] to a slot, from position 0 on."""
@@ -140,49 +194,8 @@ class HeadPasses:
         index = (slot * self._cache.num_positions + places).flatten()
         CacheWindow(targets=self._cache.flat.unbind(0), index=index).write(0, keys_values)
 
-    def attention(self, like: Tensor, positions: Tensor, places: Tensor, seen: Tensor) -> Attention:
-        """Of tokens at rotary `positions` that are written to `places`, both [row, token].
 
-        `seen` [row, 1, token, position] says what each of them sees.
-        """
-        num_rows, cache, sizes = len(places), self._cache, self._sizes
-        cos, sin = self._rotation(positions, like)
-        rows = torch.arange(num_rows, device=places.device)[:, None]
-        index = (rows * cache.num_positions + places).flatten()
-        slots = slice(0, num_rows)
-        strips = cache.data[:, slots, : seen.shape[3]].transpose(2, 3)
-        window = CacheWindow(
-            targets=cache.flat.unbind(0),
-            keys=strips[:, :, : sizes.num_kv_heads].unbind(0),
-            values=strips[:, :, sizes.num_kv_heads :].unbind(0),
-            index=index,
-        )
-        if self._kernels is None:
-            return Attention(sizes, cos, sin, added_mask(seen, like.dtype), window=window)
-        return SteadyAttention(sizes, cos, sin, added_mask(seen, torch.float64), window=window)
-
-    def _rotation(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin; what is padding may lie beyond the last position."""
-        found: tuple[Tensor, Tensor] = self._rotary(
-            positions.clamp(max=self._sizes.max_positions - 1), like
-        )
-        return found
-
-    def _normed(self, mixed: Tensor) -> Tensor:
-        if self._kernels is not None:
-            return self._kernels.rms_norm(mixed, self._norm.weight, self._norm.eps)
-        normed: Tensor = self._norm(mixed)
-        return normed
-
-    def _opened(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up."""
-        if self._kernels is not None:
-            return self._kernels.silu_times(gate_up)
-        gate, up = gate_up.chunk(2, dim=1)
-        return functional.silu(gate).mul_(up)
-
-
-def _added(residual: Tensor, branch: Tensor | None) -> Tensor:
+def added(residual: Tensor, branch: Tensor | None) -> Tensor:
     """With what a product has not added yet."""
     return residual if branch is None else residual.add_(branch)
 

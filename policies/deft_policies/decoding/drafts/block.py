@@ -1,7 +1,7 @@
 """Drafts of a block head: one pass of a small network for all tokens that it drafts."""
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from deft_policies.decoding.captured import Layout
 from deft_policies.decoding.drafts import Chain, Guesses, ModelSource
 from deft_policies.decoding.drafts.captured_block import BlockRow, CapturedBlock
 from deft_policies.decoding.drafts.growth import drawing, grow, read_grown
-from deft_policies.decoding.plan import TreeShape
 from deft_policies.decoding.sequence import Sequence
 from deft_policies.decoding.target import Prompt, Target
 from deft_policies.decoding.tree import Branches
@@ -146,7 +145,7 @@ class BlockDrafts(ModelSource):
         draw = drawing(sequence.method, key, count, first, self._target.num_tokens)
         shape = sequence.shape if draw is None else sequence.shape.as_template()
         grown = grow(
-            _of_use(shape, depth),
+            replace(shape, is_full_depth=False).cut(depth),
             self.head.follow(ahead, 0, anchor[:, None])[:, 0],
             lambda level: self.head.follow(ahead, level.depth, level.tokens),
             to_device([depth], device, torch.int64),
@@ -166,13 +165,6 @@ class BlockDrafts(ModelSource):
         positions = start + torch.arange(len(states), device=states.device)[None]
         window = self._cache.open_same(slice(slot, slot + 1), start, len(states))
         self.head.append(states[None], positions, window)
-
-
-def _of_use(shape: TreeShape, depth: int) -> TreeShape:
-    """A block has no more levels than places, even where the shape is of full depth."""
-    if not shape.paths:
-        return TreeShape(min(depth, shape.levels), shape.top_k, shape.num_guesses)
-    return TreeShape.of_paths(tuple(path for path in shape.paths if len(path) <= depth))
 
 
 def _is_chain(sequence: Sequence) -> bool:
