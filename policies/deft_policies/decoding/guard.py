@@ -17,6 +17,7 @@ _TRIAL_EVERY = 16  # answers between two trials, until every plan is known; then
 _SAMPLES_NEEDED = 4  # answers of a plan that are believed
 _WEIGHT = 0.05  # of the newest answer in a moving average
 _MARGIN = 0.02  # by which a plan must beat plain decoding
+_FOR_TRIALS = 0.03  # of the time of answers: what trials of known plans may cost beyond the choice
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Guard:
         self._needed = {name: _Average() for name in self._plans}
         self._num_answers = 0
         self._trials = 0
+        self._allowed_ms = 0.0  # what trials of known plans may still cost
         self.choice = Choice(PLAIN.name, "nothing was measured yet")
         self.has_decided = False
 
@@ -109,7 +111,14 @@ class Guard:
             _log.info("%s drafts by plan %s: %s", self._method, best, self.choice.reason)
 
     def _trial(self) -> Choice | None:
-        """A plan to try now, if one is due: in turn, where it could be the fastest at all."""
+        """A plan to try now, if one is due: in turn, where it could be the fastest at all.
+
+        A plan that is known to be dear is tried the less often the dearer it is.
+        """
+        if self.choice.plan not in self._prices:
+            return None
+        best = self.expected_ms(self.choice.plan)
+        self._allowed_ms += _FOR_TRIALS * best
         unknown = [
             plan
             for plan in self._prices
@@ -117,9 +126,6 @@ class Guard:
         ]
         if self._num_answers % (_TRIAL_EVERY if unknown else DECIDE_EVERY) != 1:
             return None
-        if self.choice.plan not in self._prices:
-            return None
-        best = self.expected_ms(self.choice.plan)
         worth = [
             plan
             for plan in unknown or self._prices
@@ -129,6 +135,11 @@ class Guard:
             return None
         self._trials += 1
         plan = worth[self._trials % len(worth)]
+        if not unknown:
+            beyond_ms = max(0.0, self.expected_ms(plan) - best)
+            if beyond_ms > self._allowed_ms:
+                return None
+            self._allowed_ms -= beyond_ms
         return Choice(plan, f"trying {plan} beside {self.choice.plan}")
 
 
