@@ -43,7 +43,7 @@ from deft_policies.decoding.plan import (
     Plan,
     RopeOffset,
 )
-from deft_policies.decoding.plugins import find_plugins, from_files
+from deft_policies.decoding.plugins import ask_rule, find_plugins, from_files
 from deft_policies.decoding.read import Reading
 from deft_policies.decoding.sampling import noise_key
 from deft_policies.decoding.sequence import AnswerSpec, Found, Sequence
@@ -200,7 +200,7 @@ class Engine:
         is_prefill = rows[0].prompt is not None
         scores = self.target.forward(self.cache, rows)
         clock.record(Stage.PREFILL if is_prefill else Stage.VERIFY)
-        self._keep_patches(active, rows, scores)
+        self._show_prompts(active, rows, scores)
         reading = Reading(active, trees, scores)
         last = _Pass(active, trees, rows, scores, reading, is_prefill, clock.pop_spans())
         if runs_ahead:
@@ -251,11 +251,14 @@ class Engine:
             ]
         self.cache.keep(moves)
 
-    def _keep_patches(self, active: Items[Sequence], rows: Items[PassRow], scores: Scores) -> None:
-        """Keep the hidden states of image patches for rules that read them."""
+    def _show_prompts(self, active: Items[Sequence], rows: Items[PassRow], scores: Scores) -> None:
+        """Show the hidden states of prompts to rules that read them."""
         for index, (sequence, row) in enumerate(zip(active, rows, strict=True)):
-            if row.prompt is not None and sequence.method.rule.needs_patches:
-                sequence.patches = scores.prompts[index][row.prompt.patches].clone()
+            rule = sequence.method.rule
+            if row.prompt is not None and rule.reads_prompts:
+                with sequence.failing():
+                    given = sequence, row.prompt, scores.prompts[index]
+                    ask_rule(rule, partial(rule.observe_prompt, *given))
 
     def _draft(self, active: list[Sequence]) -> list[DraftTree]:
         """A tree for every answer, of all that its sources guess. Each source is asked once."""
@@ -284,8 +287,7 @@ class Engine:
         prompt = None if sequence.records else sequence.prompt
         cached = sequence.num_cached + sequence.num_unread
         start = sequence.num_prompt + cached - (prompt is not None)
-        needs_patches = sequence.method.rule.needs_patches
-        keeps = needs_patches or any(
+        keeps = sequence.method.rule.reads_prompts or any(
             isinstance(source, ModelSource) and source.reads_prompts
             for source in sequence.round_sources
         )
@@ -405,20 +407,10 @@ class Engine:
     def check(self, sequence: Sequence) -> None:
         """Raise `RequestError` for an answer that cannot be decoded as it is asked for."""
         self.plans(sequence.method)
-        rule, numbers = sequence.method.rule, sequence.spec.numbers_in_row
-        name = repr(sequence.method.name)
-        if rule.reads_numbers and not numbers:
-            raise RequestError(
-                "decoding",
-                f"{name} judges numbers that are written as text, and this model writes none; "
-                "'deft' is for action tokens",
-            )
-        if rule.needs_space and (sequence.spec.space is None or numbers):
-            raise RequestError(
-                "decoding",
-                f"{name} measures distances between action tokens, and this model's answers have "
-                "none; exact, entropy, top-k and near-top rules apply",
-            )
+        method = sequence.method
+        problem = ask_rule(method.rule, lambda: method.rule.problem(sequence.spec))
+        if problem:
+            raise RequestError("decoding", f"{method.name!r} {problem}")
 
     def _plans_for(self, method: Method, spec: AnswerSpec) -> tuple[Plan, ...]:
         """Where a method names no plans, text is drafted in other ways than actions."""
@@ -440,7 +432,7 @@ class Engine:
         sequence.grammar = prompt.grammar
         sequence.action_tokens = self.target.action_tokens
         sequence.guard, sequence.choice, sequence.shape = guard, choice, plan.shape
-        sequence.limit = spec.max_tokens + method.loop.num_behind * spec.is_action
+        sequence.limit = spec.max_tokens + method.rule.tokens_behind * spec.is_action
         if prompt.grammar is not None:  # how every answer begins: cached by the prefill
             sequence.extend(prompt.grammar.forced(()), self._widest_of(sequence) - 1)
         if method.temperature > 0.0:
@@ -603,7 +595,7 @@ def _accept(sequence: Sequence, tree: DraftTree, scored: Found) -> tuple[list[in
 
 def _sources_of(sequence: Sequence) -> list[DraftSource]:
     """What drafts for the next pass of an answer, where a guess can be of use."""
-    if sequence.num_missing <= 0 and not sequence.shape.is_full_depth:
+    if sequence.draft_depth <= 0:
         return []
     return sequence.round_sources if sequence.records else sequence.prefill_sources
 

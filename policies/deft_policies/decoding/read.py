@@ -191,7 +191,7 @@ def measure(
         logits=logits,
         hidden=hidden,
         action_tokens=sequence.action_tokens,
-        patches=sequence.patches,
+        notes=sequence.notes,
     )
     if isinstance(rule, TreeRule):
         return ask_rule(rule, lambda: rule.measure(scored))

@@ -33,7 +33,7 @@ from tests.tiny_target import ACTIONS, LENGTH, NUM_PATCHES, WIDTH, tiny_decoder
 META = torch.device("meta")
 FORM = AnswerSpec.action(ActionSpace.in_bins(LENGTH))
 ON_DEVICE = (kinds.HEAD, kinds.MEDUSA)  # models that run on the device; each reads its tree
-ON_HOST = (kinds.PREVIOUS, kinds.EXTRAPOLATION, kinds.NGRAM, kinds.RECYCLED)
+ON_HOST = (kinds.PREVIOUS, kinds.EXTRAPOLATION, "ngram", kinds.RECYCLED)
 SHAPES = (
     TreeShape(5, 4, 20),
     TreeShape(5, 4, 20, is_full_depth=True),

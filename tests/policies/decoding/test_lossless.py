@@ -135,8 +135,9 @@ def script(case: Case, number: int) -> Guess:
 
 def method_of(case: Case) -> Method:
     plan = Plan("case", case.drafts, case.drafts, case.shape)
-    method = find_method("lossless:guard=off,patch_share=0.5")
-    return replace(method, plans=(plan,), multi_level=case.script_seed % 2 == 1)
+    multi_level = "on" if case.script_seed % 2 else "off"
+    method = find_method(f"lossless:guard=off,patch_share=0.5,multi_level={multi_level}")
+    return replace(method, plans=(plan,))
 
 
 def expect_lossless(case: Case, target: object) -> None:

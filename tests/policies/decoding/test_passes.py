@@ -147,7 +147,7 @@ def test_statistics_of_the_trace_follow_from_its_trees(name: str) -> None:
         assert trace.tokens == tokens[:LENGTH]
         assert list(trace.accepted_lengths) == lengths
         assert trace.relaxed_share == pytest.approx(relaxed)
-        assert sum(lengths) + trace.num_passes - LENGTH in (0, method.loop.num_behind)
+        assert sum(lengths) + trace.num_passes - LENGTH in (0, method.rule.tokens_behind)
         assert trace.passes[0].is_prefill
         assert not any(one.is_prefill for one in trace.passes[1:])
         assert (trace.method, trace.rule) == (name, rule)

@@ -174,7 +174,7 @@ def test_fixed_guesses_keep_the_targets_odds(temperature: float) -> None:
     [
         (kinds.PREVIOUS,),
         (kinds.HEAD,),
-        (kinds.EXTRAPOLATION, kinds.NGRAM, kinds.RECYCLED, kinds.HEAD),
+        (kinds.EXTRAPOLATION, "ngram", kinds.RECYCLED, kinds.HEAD),
     ],
 )
 def test_drafted_sampling_draws_the_tokens_of_plain_sampling(drafts: tuple[str, ...]) -> None:

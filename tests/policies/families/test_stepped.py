@@ -11,7 +11,6 @@ import torch
 from deft_client.image_chain import ImageChain
 from deft_client.types import ActOptions
 from deft_policies.base import ActRequest, Running, SteppedPolicy
-from deft_policies.decoding import kinds
 from deft_policies.decoding.drafts import DraftSource
 from deft_policies.decoding.engine import DraftModels, Maker
 from deft_policies.decoding.target import PassRow, Scores, Target
@@ -127,7 +126,7 @@ def test_where_one_frame_cannot_start_none_does() -> None:
             def fail() -> DraftSource:
                 raise RequestError("drafts", "no n-grams today")
 
-            return super().makers(target) | {kinds.NGRAM: fail}
+            return super().makers(target) | {"ngram": fail}
 
     model = tiny_policy().token_model
     assert isinstance(model, OpenVLA)
