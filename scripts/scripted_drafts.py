@@ -197,7 +197,7 @@ class ScriptedPolicy(VlaPolicy):
         """The first script is the default; `answers` are by the identity of the observation."""
         model = policy.token_model
         self._scripts, self._answers = {one.name: one for one in scripts}, answers
-        num_tokens = max(form.max_tokens for form in model.forms.values())
+        num_tokens = max(spec.max_tokens for spec in model.specs.values())
         self._coins = {one.name: _Coins(one, num_tokens) for one in scripts}
         has_head = any(one.chances for one in scripts)
         models = ScriptedModels(head=random_head(model.network) if has_head else None)
@@ -217,10 +217,10 @@ class ScriptedPolicy(VlaPolicy):
     def _frame(self, request: ActRequest, clock: StageClock) -> _Frame:
         """Tell the drafts what is right."""
         frame = super()._frame(request, clock)
-        if frame.row is not None and frame.row.method.name in self._coins:
-            coins, target = self._coins[frame.row.method.name], self.engine.target
+        if frame.sequence is not None and frame.sequence.method.name in self._coins:
+            coins, target = self._coins[frame.sequence.method.name], self.engine.target
             tokens = self._answers[id(request.observation)]
-            frame.row.notes[_SCRIPTED] = coins.throw(tokens, target.action_tokens)
+            frame.sequence.notes[_SCRIPTED] = coins.throw(tokens, target.action_tokens)
         return frame
 
 

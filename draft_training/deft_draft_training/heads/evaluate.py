@@ -130,8 +130,8 @@ def held_out_frames(
 
 def _method(policy: VlaPolicy, radius: int) -> Method:
     """Drafts within a radius; exact ones where tokens have no distances."""
-    form = policy.token_model.forms[policy.find_key(None)]
-    if form.space is not None and not form.numbers_in_row:
+    spec = policy.token_model.specs[policy.find_key(None)]
+    if spec.space is not None and not spec.numbers_in_row:
         return find_method("within-bins").with_radius(radius)
     if radius:
         raise DataError("answers of this family have no distances between tokens: --radii 0")
@@ -144,9 +144,9 @@ def _decode(
 ) -> Iterator[DecodeTrace]:
     """One episode in order, with the memory that a session would keep."""
     model, memory = policy.token_model, SessionMemory()
-    form = model.forms[policy.find_key(None)]
+    spec = model.specs[policy.find_key(None)]
     for frame in frames:
-        clock, row = StageClock(model.device), Answer(method, form, memory)
+        clock, row = StageClock(model.device), Answer(method, spec, memory)
         engine.decode(model.see([frame], clock), [row], clock)
         memory = row.memory
         assert row.trace is not None

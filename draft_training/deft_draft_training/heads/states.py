@@ -83,7 +83,7 @@ class StatesRecorder:
         except PolicyError as error:
             raise ConfigError(str(error)) from error
         models = DraftModels(others={self._source.kind: lambda: self._source})
-        longest = max(form.max_tokens for form in model.forms.values())
+        longest = max(spec.max_tokens for spec in model.specs.values())
         self._engine = Engine(target, models, model.widest, longest)
         plan = Plan("states", (), (self._source.kind,))
         self._method = replace(find_method(AUTOREGRESSIVE), plans=(plan,), is_guarded=False)
@@ -93,8 +93,8 @@ class StatesRecorder:
         self, observations: Sequence[Observation], episodes: Sequence[int], dtype: torch.dtype
     ) -> list[StatesSample]:
         """Answers and states of some frames."""
-        clock, form = StageClock(self._model.device), self._model.forms[self._policy.find_key(None)]
-        rows = [Answer(self._method, form) for _ in observations]
+        clock, spec = StageClock(self._model.device), self._model.specs[self._policy.find_key(None)]
+        rows = [Answer(self._method, spec) for _ in observations]
         prompts = self._model.see([self._model.complete(one) for one in observations], clock)
         self._engine.decode(prompts, rows, clock)
         samples = []

@@ -157,7 +157,7 @@ class Engine:
         self._has_timed_widths = False
 
     @property
-    def rows(self) -> list[Sequence]:
+    def unfinished(self) -> list[Sequence]:
         """The answers that have not ended."""
         return [*self.sequences, *self._waiting]
 
@@ -550,7 +550,7 @@ class Engine:
         self._prepare(sequence, prompt, plan)
         self._waiting.append(sequence)
         clock = StageClock(self.target.device)
-        while sequence in self.rows:
+        while sequence in self.unfinished:
             self.step(clock)
         prefill, *later = [one.ms(*Stage) for one in sequence.records]
         return Price(prefill, min(later, default=prefill))

@@ -55,7 +55,7 @@ class Model(ABC):
         self.images = images
         self.statistics = statistics
         self.runner = runner
-        self.forms = {key: self.form(key) for key in statistics}
+        self.specs = {key: self.spec(key) for key in statistics}
         self.details: dict[str, str] = {}  # for people
         self.num_steps = 1  # actions per answer
         self.num_pictures = 1  # the frame, then wrist cameras
@@ -76,7 +76,7 @@ class Model(ABC):
         return ours, *(one for one in ImageChain if one is not ours)
 
     @abstractmethod
-    def form(self, key: str) -> AnswerSpec:
+    def spec(self, key: str) -> AnswerSpec:
         """What an answer under a statistics key is."""
 
     @abstractmethod

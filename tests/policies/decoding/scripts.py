@@ -143,12 +143,12 @@ class Session:
     """Rows that act step after step, and what is remembered of each."""
 
     memories: list[SessionMemory]
-    form: AnswerSpec
+    spec: AnswerSpec
 
     @staticmethod
     def of(num_rows: int, space: ActionSpace | None = None) -> "Session":
-        form = AnswerSpec.action(space or ActionSpace.in_bins(LENGTH))
-        return Session([SessionMemory() for _ in range(num_rows)], form)
+        spec = AnswerSpec.action(space or ActionSpace.in_bins(LENGTH))
+        return Session([SessionMemory() for _ in range(num_rows)], spec)
 
 
 class Decoding:
@@ -176,7 +176,7 @@ class Decoding:
         wants_margins: bool = False,
     ) -> list[DecodeTrace]:
         """One action of every row, in order."""
-        rows = [Answer(self.method, session.form, one, wants_margins) for one in session.memories]
+        rows = [Answer(self.method, session.spec, one, wants_margins) for one in session.memories]
         self.engine.decode(prompts, rows, clock or StageClock(CPU))
         session.memories = [row.memory for row in rows]
         return [row.trace for row in rows if row.trace is not None]

@@ -60,11 +60,11 @@ class Request:
     temperature: float
     text_length: int
     picture: int
-    form: AnswerSpec
+    spec: AnswerSpec
     memory: SessionMemory
 
     def row(self) -> Row:
-        return Row(method_of(self.method, self.temperature), self.form, self.memory, True)
+        return Row(method_of(self.method, self.temperature), self.spec, self.memory, True)
 
 
 @dataclass(frozen=True)

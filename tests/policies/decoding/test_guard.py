@@ -212,7 +212,7 @@ def test_a_guarded_method_stays_lossless_and_says_why_it_chose() -> None:
     decoder = tiny_decoder()
     guarded = Decoding(fast_target(decoder), find_method("lossless"))
     session = Session.of(2)
-    guarded.engine.warm_up(random_prompts(decoder, [3])[0], guarded.method, session.form)
+    guarded.engine.warm_up(random_prompts(decoder, [3])[0], guarded.method, session.spec)
     reasons = set()
     for step in range(80):
         prompts = random_prompts(decoder, [2, 5], seed=step // 8)
@@ -227,7 +227,7 @@ def test_warming_up_measures_every_plan_and_teaches_nothing_about_answers() -> N
     guarded = Decoding(fast_target(decoder), find_method("lossless"))
     session = Session.of(1)
     prompts = random_prompts(decoder, [3])
-    guarded.engine.warm_up(prompts[0], guarded.method, session.form)
+    guarded.engine.warm_up(prompts[0], guarded.method, session.spec)
     (guard,) = guarded.engine._guards.values()
     plans = guarded.engine.plans(guarded.method)
     assert set(guard._prices) == {"plain", *(plan.name for plan in plans)}
@@ -239,7 +239,7 @@ def test_a_guard_of_another_method_knows_what_plans_cost() -> None:
     decoder = tiny_decoder()
     timed = Decoding(fast_target(decoder), find_method("lossless"))
     prompts, session = random_prompts(decoder, [3]), Session.of(1)
-    timed.engine.warm_up(prompts[0], timed.method, session.form)
+    timed.engine.warm_up(prompts[0], timed.method, session.spec)
     timed.method = replace(find_method("lossless"), name="lossless:plans=ours,guard=on")
     assert timed.decode(prompts, session)[0].guard.split()[0] in ("expects", "trying")
 

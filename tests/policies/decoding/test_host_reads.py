@@ -79,7 +79,7 @@ def meta_models() -> DraftModels:
 
 
 def reads_and_passes(
-    method: Method, monkeypatch: pytest.MonkeyPatch, form: AnswerSpec = FORM
+    method: Method, monkeypatch: pytest.MonkeyPatch, spec: AnswerSpec = FORM
 ) -> tuple[int, int, int]:
     """Decode two answers on meta tensors: reads of passes, reads of drafts, and passes."""
     drafted = []
@@ -96,7 +96,7 @@ def reads_and_passes(
     monkeypatch.setattr(heads, "read_grown", read_drafts)
     own = tuple((ACTIONS.last - step,) * LENGTH for step in range(3))  # nothing near them
     memory = SessionMemory(own=own, drift=(0.0,) * LENGTH, answer=(7,) * 20)
-    rows = [Answer(method, form, memory) for _ in range(2)]
+    rows = [Answer(method, spec, memory) for _ in range(2)]
     engine = Engine(meta_target(), meta_models())
     prompt = torch.empty(12, WIDTH, device=META)
     prompts = [Prompt(prompt, 1, slice(1, 1 + NUM_PATCHES)) for _ in rows]

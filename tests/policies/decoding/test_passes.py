@@ -250,9 +250,9 @@ class Operations(TorchDispatchMode):
 def operations_of_a_plain_round(num_layers: int) -> list[str]:
     decoder = tiny_decoder(num_layers=num_layers)
     engine = Engine(fast_target(decoder))
-    form = AnswerSpec.action(ActionSpace.in_bins(LENGTH))
+    spec = AnswerSpec.action(ActionSpace.in_bins(LENGTH))
     with torch.inference_mode():
-        engine.start(random_prompts(decoder, [3]), [Answer(find_method(AUTOREGRESSIVE), form)])
+        engine.start(random_prompts(decoder, [3]), [Answer(find_method(AUTOREGRESSIVE), spec)])
         for _ in range(2):
             engine.step(clock())
         with Operations() as seen:

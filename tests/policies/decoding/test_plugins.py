@@ -531,7 +531,7 @@ def fails_alone(method: str) -> str:
     names = ("lossless:plan=memory", method, "autoregressive")
     rows = [Answer(find_method(name), spec, replace(memory)) for name in names]
     engine.start(prompts, rows)
-    while engine.rows:
+    while engine.unfinished:
         engine.step(StageClock(CPU))
     assert [row.error is not None for row in rows] == [False, True, False]
     assert [tuple(rows[index].tokens) for index in (0, 2)] == [wanted[0], wanted[2]]

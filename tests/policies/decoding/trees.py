@@ -104,8 +104,8 @@ def random_answer(
     """An action that has come some way, and was relaxed here and there; or text, with a stop."""
     drift = tuple(rng.uniform(-9, 9) for _ in range(LENGTH))
     memory = SessionMemory(drift=drift, num_steps=rng.randrange(200))
-    form = spec or AnswerSpec.action(space)
-    answer = Answer(replace(find_method("autoregressive"), name="test"), form, memory)
+    spec = spec or AnswerSpec.action(space)
+    answer = Answer(replace(find_method("autoregressive"), name="test"), spec, memory)
     answer.limit = LENGTH
     answer.action_tokens = ACTIONS
     own = [rng.randrange(20, 60) for _ in range(rng.randrange(LENGTH))]

@@ -133,7 +133,7 @@ def test_where_one_frame_cannot_start_none_does() -> None:
     policy = VlaPolicy(model, ModelOptions(decoding="autoregressive"), Failing())
     with pytest.raises(RequestError, match="no n-grams today"):
         policy.start([request_for(0), request_for(1, ActOptions(decoding="pld"))])
-    assert policy.engine.rows == []
+    assert policy.engine.unfinished == []
 
 
 def test_nothing_is_on_its_way_after_a_step_that_failed() -> None:

@@ -57,8 +57,8 @@ def serve(policy: VlaPolicy, name: str) -> list[tuple[int, ...]]:
             policy.step()
         for one in frames:
             assert isinstance(one, _Frame)
-            assert one.row is not None
-            found.append(tuple(one.row.tokens))
+            assert one.sequence is not None
+            found.append(tuple(one.sequence.tokens))
     return found
 
 
