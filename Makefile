@@ -74,7 +74,7 @@ test-again: $(INSTALLED) $(SIMULATOR)
 
 # In an environment with everything nothing is installed for these two, in an empty one no torch.
 test-client: $(or $(wildcard $(INSTALLED)),$(LIGHT))
-	$(PYTEST) tests/client $(PYTEST_FLAGS)
+	$(PYTEST) tests/core tests/client tests/libero $(PYTEST_FLAGS)
 
 test-server: $(or $(wildcard $(INSTALLED)),$(LIGHT))
 	$(PYTEST) tests/server $(PYTEST_FLAGS)

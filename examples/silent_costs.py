@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image as PillowImage
 
 from deft_client import ActionChunk, ActOptions, Observation, PolicyClient
-from deft_client.peers.conventions import to_robosuite
+from deft_core.peers.conventions import to_robosuite
 
 See = Callable[[Observation], Observation]
 Move = Callable[[NDArray[np.float64]], NDArray[np.float64]]

@@ -18,25 +18,25 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.actions import ActionQueue, Seam
-from deft_client.libero.evaluation import point_world
-from deft_client.libero.evaluation.episode import (
+from deft_client.actions import ActionQueue
+from deft_core.measures.statistics import mcnemar_exact
+from deft_core.measures.table import Column, column_table, markdown_table
+from deft_core.types import ActionChunk, Observation, Seam
+from deft_libero.evaluation import point_world
+from deft_libero.evaluation.episode import (
     BackgroundCalls,
     Clock,
     EpisodeLog,
     EpisodePlayer,
     largest_change,
 )
-from deft_client.libero.evaluation.runs import Pacing, RunConfig
-from deft_client.libero.evaluation.selection import select_episodes
-from deft_client.libero.policies.source import EpisodePolicy
-from deft_client.libero.report.summary import largest_seams
-from deft_client.libero.results.records import SeamSizes, TrialKey
-from deft_client.libero.simulator import conventions
-from deft_client.libero.simulator.environment import EnvironmentSettings
-from deft_client.measures.statistics import mcnemar_exact
-from deft_client.measures.table import Column, column_table, markdown_table
-from deft_client.types import ActionChunk, Observation
+from deft_libero.evaluation.runs import Pacing, RunConfig
+from deft_libero.evaluation.selection import select_episodes
+from deft_libero.policies.source import EpisodePolicy
+from deft_libero.report.summary import largest_seams
+from deft_libero.results.records import SeamSizes, TrialKey
+from deft_libero.simulator import conventions
+from deft_libero.simulator.environment import EnvironmentSettings
 
 CHUNKS = Path(__file__).parents[1] / "tests/golden/chunks/oft_tiny.npz"
 DELAYS_MS = (200.0, 201.0)

@@ -24,7 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
-from deft_client.measures.table import markdown_table
+from deft_core.measures.table import markdown_table
 from deft_policies.decoding.captured import WIDTHS
 from deft_policies.families.openvla import VlaTarget
 from deft_policies.model.formats import Quantization

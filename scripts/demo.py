@@ -16,27 +16,20 @@ from statistics import fmean
 import numpy as np
 
 from deft_client import ActOptions, PolicyClient, ServerInfo
-from deft_client.libero.commands import evaluate as evaluate_command
-from deft_client.libero.commands.report import write_report
-from deft_client.libero.evaluation.episode import EpisodePlayer
-from deft_client.libero.evaluation.runs import RunConfig
-from deft_client.libero.evaluation.selection import (
-    parse_numbers,
-    trained_tasks,
-)
-from deft_client.libero.policies.source import EpisodePolicy, PolicySource, build_policy
-from deft_client.libero.results.store import load_runs
-from deft_client.libero.simulator.environment import (
-    Environment,
-    EnvironmentSettings,
-    open_environment,
-)
-from deft_client.libero.simulator.suites import find_suite
-from deft_client.measures.speed import speed_up
-from deft_client.measures.statistics import LEAST_EPISODES
-from deft_client.measures.table import markdown_table
-from deft_client.reasoning import ACTION, parse_reasoning
-from deft_client.types import ActionChunk, Observation
+from deft_core.measures.speed import speed_up
+from deft_core.measures.statistics import LEAST_EPISODES
+from deft_core.measures.table import markdown_table
+from deft_core.reasoning import ACTION, parse_reasoning
+from deft_core.types import ActionChunk, Observation
+from deft_libero.commands import evaluate as evaluate_command
+from deft_libero.commands.report import write_report
+from deft_libero.evaluation.episode import EpisodePlayer
+from deft_libero.evaluation.runs import RunConfig
+from deft_libero.evaluation.selection import parse_numbers, trained_tasks
+from deft_libero.policies.source import EpisodePolicy, PolicySource, build_policy
+from deft_libero.results.store import load_runs
+from deft_libero.simulator.environment import Environment, EnvironmentSettings, open_environment
+from deft_libero.simulator.suites import find_suite
 from scripts.local_server import ServerDidNotStartError, local_server
 
 FOLDER = Path("results/demo")

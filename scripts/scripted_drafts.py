@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from deft_client.types import ActOptions
+from deft_core.types import ActOptions
 from deft_policies.base import ActRequest
 from deft_policies.benchmark.replay import ReplayFrame
 from deft_policies.decoding import kinds

@@ -11,7 +11,7 @@ Pictures are JPEGs, a tenth of the size of the PNGs that were recorded.
 import sys
 from pathlib import Path
 
-from deft_client.recordings import (
+from deft_core.recordings import (
     SUFFIX,
     EpisodeHeader,
     RecordedStep,
@@ -22,8 +22,8 @@ from deft_client.recordings import (
     find_episodes,
     read_header,
 )
-from deft_client.types import ActionChunk, ActOptions
-from deft_client.wire.images import ImageEncoding
+from deft_core.types import ActionChunk, ActOptions
+from deft_core.wire.images import ImageEncoding
 from deft_policies.benchmark.shipped import NUM_EPISODES, NUM_STEPS
 
 _QUALITY = 75  # a hundred pictures in a megabyte

@@ -26,12 +26,12 @@ import httpx
 import numpy as np
 
 from deft_client import ClientSettings, PolicyClient
-from deft_client.errors import DeftError
 from deft_client.settings import Timeouts
 from deft_client.stream import StreamClient
-from deft_client.types import ActOptions, Observation
-from deft_client.wire.messages import ActMessage
-from deft_client.wire.msgpack_codec import CONTENT_TYPE, encode_request
+from deft_core.errors import DeftError
+from deft_core.types import ActOptions, Observation
+from deft_core.wire.messages import ActMessage
+from deft_core.wire.msgpack_codec import CONTENT_TYPE, encode_request
 from scripts.local_server import local_server, port_of, read_metric
 
 PROG = "python -m scripts.soak"

@@ -11,8 +11,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from deft_client.libero.errors import GraphicsError
-from deft_client.libero.simulator.graphics import Renderer, find_renderer
+from deft_libero.errors import GraphicsError
+from deft_libero.simulator.graphics import Renderer, find_renderer
 
 # One thread per worker: torch would otherwise start one per core in each of them. Tests of two
 # threads let the other workers run while one thread waits for the other.

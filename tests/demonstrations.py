@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from deft_client.datasets.demonstrations import (
+from deft_core.datasets.demonstrations import (
     PRIVILEGED,
     Demonstration,
     DemonstrationHeader,

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from deft_client.image_chain import ImageChain
-from deft_client.types import Observation
+from deft_core.image_chain import ImageChain
+from deft_core.types import Observation
 from tests import golden
 
 OFT = golden.GOLDEN / "oft"

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from deft_client.types import Observation
+from deft_core.types import Observation
 from deft_policies.families.options import ModelOptions
 from deft_policies.model.formats import Precision
 from tests.golden_sets import frames_of, variant_of

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from deft_client.recordings import Ending, EpisodeHeader, RecordedStep, StepReader, read_header
+from deft_core.recordings import Ending, EpisodeHeader, RecordedStep, StepReader, read_header
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,16 @@ from functools import lru_cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("client", "policies", "server", "draft_training")
+# Import packages by the folder that they lie in.
+PACKAGES = {
+    "deft_core": "client",
+    "deft_client": "client",
+    "deft_libero": "client",
+    "deft_policies": "policies",
+    "deft_server": "server",
+    "deft_draft_training": "draft_training",
+}
+LIGHT = ("deft_core", "deft_client", "deft_libero")
 _TEXT_SUFFIXES = {
     *(".py", ".md", ".toml", ".txt", ".yml", ".yaml", ".cfg", ".json", ".html", ".css", ".js"),
     *(".sh", ".svg", ".xml", ""),

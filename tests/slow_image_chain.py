@@ -1,6 +1,6 @@
 """The LIBERO image chain said as plainly as possible: one number after the other in float32.
 
-The twin that `deft_client.image_chain` is compared with.
+The twin that `deft_core.image_chain` is compared with.
 """
 
 import ctypes

@@ -16,15 +16,15 @@ import httpx
 import pytest
 
 from deft_client import ClientSettings, PolicyClient, Timeouts, control_loop
-from deft_client.libero.results.store import ResultsStore
+from deft_libero.results.store import ResultsStore
 from deft_policies.tiny_libero import CHECKPOINT, STATISTICS_KEY
 from deft_server.commands.serve import EXAMPLE
 from scripts.local_server import local_server
 from tests.client.hostile_servers import dripping, frozen, holding_up, withholding
-from tests.client.libero.episodes import header
-from tests.client.libero.episodes import record as episode
-from tests.client.samples import frame
+from tests.core.samples import frame
 from tests.demonstrations import write_demonstrations
+from tests.libero.episodes import header
+from tests.libero.episodes import record as episode
 from tests.repository import ROOT, DocumentedCommand, documented_commands, documents, name_of
 from tests.server.commands.test_replay import record
 from tests.typed import MODULES, assert_known, main_of, next_command

@@ -18,22 +18,22 @@ from typing import Protocol
 import numpy as np
 import pytest
 
-from deft_client.datasets.demonstrations import (
+from deft_client.recorder import Recorder
+from deft_core.datasets.demonstrations import (
     episode_path,
     find_demonstrations,
     load_demonstration,
     save_demonstration,
 )
-from deft_client.libero.errors import ResultsWriteError
-from deft_client.libero.results.store import EPISODES_FILE, ResultsStore, load_run
-from deft_client.recorder import Recorder
-from deft_client.recordings import RecordedStep, find_episodes
-from deft_client.types import ActionChunk, ActOptions, Observation
+from deft_core.recordings import RecordedStep, find_episodes
+from deft_core.types import ActionChunk, ActOptions, Observation
 from deft_draft_training.errors import StorageError
 from deft_draft_training.run_directory import RunDirectory
+from deft_libero.errors import ResultsWriteError
+from deft_libero.results.store import EPISODES_FILE, ResultsStore, load_run
 from deft_server.recording.files import EpisodeFiles
-from tests.client.datasets.test_demonstrations import HEADER, demonstration
-from tests.client.libero.episodes import header, record
+from tests.core.datasets.test_demonstrations import HEADER, demonstration
+from tests.libero.episodes import header, record
 from tests.recorded_episodes import read_episode
 
 UNITS = 3  # what each writer is asked to write: steps, episodes, or lines of metrics

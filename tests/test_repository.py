@@ -9,7 +9,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from deft_client.libero.simulator.assets import HOW_TO_INSTALL
+from deft_libero.simulator.assets import HOW_TO_INSTALL
 from tests.repository import PACKAGES, ROOT, code, name_of, texts, tracked
 
 MAX_TREE_BYTES = 80_000_000
@@ -84,7 +84,11 @@ def test_every_file_of_a_package_is_shipped_with_it(project):
     """A file that no pattern covers works in a checkout and is missing on the robot."""
     described = tomllib.loads((ROOT / project).read_text())
     patterns = described["tool"]["setuptools"]["package-data"]["*"]
-    folders = ["client"] if project.startswith("client") else PACKAGES[1:]
+    folders = {
+        folder
+        for folder in PACKAGES.values()
+        if project.startswith("client") == (folder == "client")
+    }
     suffixes = {pattern.rpartition("*")[2] for pattern in patterns}
     report(
         f"{name_of(path)}: no pattern of [tool.setuptools.package-data] in {project} covers it"
@@ -137,8 +141,8 @@ def test_both_distributions_have_the_same_version_licence_and_typing():
     for field in ("version", "license", "requires-python"):
         assert projects[0][field] == projects[1][field]
     assert (ROOT / "LICENSE").is_file()
-    for package in PACKAGES:
-        assert (ROOT / package / f"deft_{package}" / "py.typed").is_file()
+    for package, folder in PACKAGES.items():
+        assert (ROOT / folder / package / "py.typed").is_file()
 
 
 def needed_by(project):

@@ -10,22 +10,22 @@ import sys
 import sysconfig
 import time
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.repository import PACKAGES, ROOT, tracked
+from tests.repository import LIGHT, PACKAGES, ROOT, tracked
 
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
-PROJECTS = {"client": ("client",), ".": tuple(one for one in PACKAGES if one != "client")}
+PROJECTS = {"client": LIGHT, ".": tuple(one for one in PACKAGES if one not in LIGHT)}
 
 
-def files_of(packages: tuple[str, ...]) -> dict[str, Path]:
+def files_of(packages: Iterable[str]) -> dict[str, Path]:
     """What git knows of some packages, by the name that it has in a wheel."""
-    found = [path for name in packages for path in tracked(f"{name}/deft_{name}/**")]
+    found = [path for name in packages for path in tracked(f"{PACKAGES[name]}/{name}/**")]
     return {"/".join(path.relative_to(ROOT).parts[1:]): path for path in found}
 
 

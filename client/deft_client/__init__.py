@@ -1,32 +1,34 @@
 """The robot side of Deft: send a camera frame and an instruction, receive actions. Never torch.
 
 The names below are loaded when they are first used, so that importing the package costs next to
-nothing: the server wants only the types of it, a shell command only one module.
+nothing: a shell command wants only one module.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from deft_client.actions import ActionQueue, ActionRules, Seam
+    from deft_client.actions import ActionQueue, ActionRules
     from deft_client.async_client import AsyncPolicyClient
     from deft_client.client import PolicyClient
     from deft_client.control_loop import Arm, ControlLoop, LoopSettings, LoopStatus
-    from deft_client.errors import DeftError, ProblemError, TransportError, WireError
+    from deft_client.errors import ProblemError, TransportError
     from deft_client.recorder import Recorder
     from deft_client.settings import ClientSettings, Retries, Timeouts, TlsFiles
     from deft_client.stream import StreamClient
-    from deft_client.types import (
+    from deft_core.errors import DeftError, WireError
+    from deft_core.types import (
         ActionChunk,
         ActOptions,
         DecodeTrace,
         Observation,
         PassTrace,
+        Seam,
         ServerInfo,
         StageTimings,
     )
-    from deft_client.wire.fields import WireLimits
-    from deft_client.wire.images import ImageEncoding
+    from deft_core.wire.fields import WireLimits
+    from deft_core.wire.images import ImageEncoding
 
 __all__ = [
     "ActOptions",
@@ -60,20 +62,21 @@ __all__ = [
 ]
 
 _HOMES = {
-    "actions": ("ActionQueue", "ActionRules", "Seam"),
-    "async_client": ("AsyncPolicyClient",),
-    "client": ("PolicyClient",),
-    "control_loop": ("Arm", "ControlLoop", "LoopSettings", "LoopStatus"),
-    "errors": ("DeftError", "ProblemError", "TransportError", "WireError"),
-    "wire.images": ("ImageEncoding",),
-    "recorder": ("Recorder",),
-    "settings": ("ClientSettings", "Retries", "Timeouts", "TlsFiles"),
-    "stream": ("StreamClient",),
-    "types": (
+    "deft_client.actions": ("ActionQueue", "ActionRules"),
+    "deft_client.async_client": ("AsyncPolicyClient",),
+    "deft_client.client": ("PolicyClient",),
+    "deft_client.control_loop": ("Arm", "ControlLoop", "LoopSettings", "LoopStatus"),
+    "deft_client.errors": ("ProblemError", "TransportError"),
+    "deft_client.recorder": ("Recorder",),
+    "deft_client.settings": ("ClientSettings", "Retries", "Timeouts", "TlsFiles"),
+    "deft_client.stream": ("StreamClient",),
+    "deft_core.errors": ("DeftError", "WireError"),
+    "deft_core.types": (
         *("ActOptions", "ActionChunk", "DecodeTrace", "Observation"),
-        *("PassTrace", "ServerInfo", "StageTimings"),
+        *("PassTrace", "Seam", "ServerInfo", "StageTimings"),
     ),
-    "wire.fields": ("WireLimits",),
+    "deft_core.wire.fields": ("WireLimits",),
+    "deft_core.wire.images": ("ImageEncoding",),
 }
 
 
@@ -81,7 +84,7 @@ def __getattr__(name: str) -> object:
     """Load a public name from the module it lives in."""
     for home, names in _HOMES.items():
         if name in names:
-            return getattr(import_module(f"{__name__}.{home}"), name)
+            return getattr(import_module(home), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -13,13 +13,12 @@ clocks or threads.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.errors import UnusableValueError
-from deft_client.types import ActionChunk
+from deft_core.errors import UnusableValueError
+from deft_core.types import ActionChunk, Seam
 
 Action = NDArray[np.float64]  # [action_dim]
 LARGEST = 1e12  # of any robot's units; beyond it float64 loses what a robot can move by
@@ -158,14 +157,6 @@ def check_actions(
         )
     if not (np.abs(actions) <= LARGEST).all():
         raise UnusableValueError("actions", f"must be finite and at most {LARGEST:g} in amount")
-
-
-class Seam(Enum):
-    """How a chunk gives way to the next one."""
-
-    WAIT = "wait"  # the next one is asked for when nothing is left, and the robot holds meanwhile
-    SWITCH = "switch"  # asked for early; the newest chunk's action for a period is executed
-    ENSEMBLE = "ensemble"  # asked for all the time; the mean of all chunks with an action for it
 
 
 class ActionQueue:

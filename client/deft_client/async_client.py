@@ -21,10 +21,11 @@ from deft_client.calls import (
     Readiness,
 )
 from deft_client.deadlines import KEPT_OPEN
-from deft_client.errors import AnswerTimeoutError, DeftError, TransportError
+from deft_client.errors import AnswerTimeoutError, TransportError
 from deft_client.settings import DEFAULT_URL, LOADING_S, ClientSettings
-from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo
 from deft_client.unreachable import transport_error
+from deft_core.errors import DeftError
+from deft_core.types import ActionChunk, ActOptions, Observation, ServerInfo
 
 
 class AsyncPolicyClient(ClientCalls):

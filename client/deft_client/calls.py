@@ -20,21 +20,18 @@ from deft_client.actions import check_actions
 from deft_client.deadlines import ends_at
 from deft_client.errors import (
     AnswerTimeoutError,
-    DeftError,
-    MessageTooLargeError,
     NotReadyError,
     OverloadedError,
-    Problem,
     ProblemError,
     ServerUnreachableError,
-    UnusableValueError,
     WrongServerError,
     problem_error,
 )
 from deft_client.settings import API_KEY_VARIABLE, ClientSettings, Retries, check_url
-from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo, replace_unchecked
-from deft_client.wire import json_codec, msgpack_codec
-from deft_client.wire.messages import ActMessage
+from deft_core.errors import DeftError, MessageTooLargeError, Problem, UnusableValueError
+from deft_core.types import ActionChunk, ActOptions, Observation, ServerInfo, replace_unchecked
+from deft_core.wire import json_codec, msgpack_codec
+from deft_core.wire.messages import ActMessage
 
 logger = logging.getLogger(__name__)
 ACT_PATH = "/v1/act"

@@ -15,10 +15,11 @@ import httpx
 
 from deft_client.calls import Attempts, ClientCalls, HttpReply, HttpRequest, Readiness
 from deft_client.deadlines import DeadlineTransport, ending_at
-from deft_client.errors import DeftError, TransportError
+from deft_client.errors import TransportError
 from deft_client.settings import DEFAULT_URL, LOADING_S, ClientSettings
-from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo
 from deft_client.unreachable import transport_error
+from deft_core.errors import DeftError
+from deft_core.types import ActionChunk, ActOptions, Observation, ServerInfo
 
 
 class PolicyClient(ClientCalls):

@@ -18,17 +18,16 @@ from typing import Protocol
 
 import numpy as np
 
-from deft_client.actions import Action, ActionQueue, ActionRules, Excess, Seam
+from deft_client.actions import Action, ActionQueue, ActionRules, Excess
 from deft_client.deadlines import ending_at
 from deft_client.errors import (
     AccessDeniedError,
     AnswerTimeoutError,
-    DeftError,
     UnknownEndpointError,
-    UnusableValueError,
     WrongServerError,
 )
-from deft_client.types import ActingPolicy, ActionChunk, ActOptions, Observation
+from deft_core.errors import DeftError, UnusableValueError
+from deft_core.types import ActingPolicy, ActionChunk, ActOptions, Observation, Seam
 
 logger = logging.getLogger(__name__)
 

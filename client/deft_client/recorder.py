@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from deft_client.files import append_whole
-from deft_client.recordings import (
+from deft_core.files import append_whole
+from deft_core.recordings import (
     SUFFIX,
     EpisodeHeader,
     RecordedStep,
@@ -25,8 +25,8 @@ from deft_client.recordings import (
     encode_header,
     encode_step,
 )
-from deft_client.types import ActingPolicy, ActionChunk, ActOptions, Observation, replace_unchecked
-from deft_client.wire.images import ImageEncoding
+from deft_core.types import ActingPolicy, ActionChunk, ActOptions, Observation, replace_unchecked
+from deft_core.wire.images import ImageEncoding
 
 logger = logging.getLogger(__name__)
 

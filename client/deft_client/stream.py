@@ -26,17 +26,13 @@ from websockets.uri import parse_uri
 from deft_client.calls import ACT_PATH, HttpReply, HttpRequest
 from deft_client.client import PolicyClient
 from deft_client.deadlines import READ_SHARE, ending_at, remaining_s
-from deft_client.errors import (
-    AnswerTimeoutError,
-    MessageTooLargeError,
-    ServerUnreachableError,
-    WireError,
-)
+from deft_client.errors import AnswerTimeoutError, ServerUnreachableError
 from deft_client.settings import DEFAULT_URL, ClientSettings
 from deft_client.unreachable import transport_error
-from deft_client.wire.fields import Json, Kind, record, whole
-from deft_client.wire.json_codec import decode, decode_problem
-from deft_client.wire.msgpack_codec import message_id, without_id
+from deft_core.errors import MessageTooLargeError, WireError
+from deft_core.wire.fields import Json, Kind, record, whole
+from deft_core.wire.json_codec import decode, decode_problem
+from deft_core.wire.msgpack_codec import message_id, without_id
 
 STREAM_PATH = "/v1/stream"
 _STATUS: Kind[Json] = record(dict, {"status": whole(400, 599)}, is_open=True)

@@ -1,7 +1,7 @@
 """`deft train`: one subcommand per step from recorded episodes to a draft head."""
 
-from deft_client.commands.program import Command, Program
-from deft_client.errors import DeftError
+from deft_core.errors import DeftError
+from deft_core.program import Command, Program
 from deft_draft_training.errors import TrainingError
 from deft_policies.errors import PolicyError
 

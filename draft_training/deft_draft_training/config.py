@@ -7,8 +7,8 @@ from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from deft_client.errors import WireError
-from deft_client.wire.fields import ReadContext, record_of
+from deft_core.errors import WireError
+from deft_core.wire.fields import ReadContext, record_of
 from deft_draft_training.errors import ConfigError
 
 Config = TypeVar("Config")

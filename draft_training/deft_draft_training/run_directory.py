@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from deft_client.files import replacing, write_atomically
+from deft_core.files import replacing, write_atomically
 from deft_draft_training.errors import ConfigError, ResumeError, StorageError
 
 

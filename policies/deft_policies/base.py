@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo
+from deft_core.types import ActionChunk, ActOptions, Observation, ServerInfo
 from deft_policies.errors import NoActionError, PolicyError
 from deft_policies.memory import SessionMemory
 

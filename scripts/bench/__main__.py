@@ -1,6 +1,6 @@
 """What a clone can measure: `python -m scripts.bench`."""
 
-from deft_client.commands.program import Command, Program
+from deft_core.program import Command, Program
 
 _HERE = "scripts.bench."
 COMMANDS = {

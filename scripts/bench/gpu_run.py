@@ -21,7 +21,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from deft_client.commands.program import CommandParser
+from deft_core.program import CommandParser
 from deft_policies.commands.parse import run_command
 from deft_policies.families.family import choose_device
 from deft_policies.model.graphs import Capture

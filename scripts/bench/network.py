@@ -22,9 +22,9 @@ import numpy as np
 from deft_client import PolicyClient
 from deft_client.actions import Action, ActionRules
 from deft_client.control_loop import ControlLoop, LoopSettings, LoopStatus
-from deft_client.errors import DeftError
 from deft_client.stream import StreamClient
-from deft_client.types import ActionChunk, ActOptions, Observation
+from deft_core.errors import DeftError
+from deft_core.types import ActionChunk, ActOptions, Observation
 from scripts.bench.server import frame
 from scripts.local_server import local_server, port_of
 

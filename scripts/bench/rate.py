@@ -15,7 +15,7 @@ import numpy as np
 from deft_client import PolicyClient
 from deft_client.actions import Action, ActionRules
 from deft_client.control_loop import ControlLoop, LoopSettings
-from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo
+from deft_core.types import ActionChunk, ActOptions, Observation, ServerInfo
 from scripts.local_server import local_server
 
 SLEEP_MS = "50"

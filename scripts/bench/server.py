@@ -27,11 +27,11 @@ import websockets.sync.client
 from PIL import Image
 
 from deft_client import ActionChunk, ActOptions, DeftError, Observation, PolicyClient
-from deft_client.peers.arrays import pack
 from deft_client.stream import StreamClient
-from deft_client.wire.json_codec import decode
-from deft_client.wire.messages import PROBLEM, ActMessage
-from deft_client.wire.msgpack_codec import encode_request
+from deft_core.peers.arrays import pack
+from deft_core.wire.json_codec import decode
+from deft_core.wire.messages import PROBLEM, ActMessage
+from deft_core.wire.msgpack_codec import encode_request
 from deft_policies.tiny_libero import STATISTICS_KEY
 from deft_server.replicas.ray_serve import import_ray
 from scripts.local_server import ask_metric, local_server, port_of, resident_mb

@@ -11,9 +11,9 @@ import time
 
 import numpy as np
 
-from deft_client.libero.simulator.environment import open_environment
-from deft_client.libero.simulator.suites import SUITE_NAMES, find_task
-from deft_client.measures.table import markdown_table
+from deft_core.measures.table import markdown_table
+from deft_libero.simulator.environment import open_environment
+from deft_libero.simulator.suites import SUITE_NAMES, find_task
 
 SUITES = [name for name in SUITE_NAMES if name != "libero_90"]
 

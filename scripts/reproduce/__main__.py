@@ -18,9 +18,9 @@ from shlex import quote
 import numpy as np
 from PIL import Image
 
-from deft_client.commands.program import CommandParser, distribution_version
-from deft_client.datasets.flags import add_camera_flag, read_cameras
-from deft_client.files import write_atomically
+from deft_core.datasets.flags import add_camera_flag, read_cameras
+from deft_core.files import write_atomically
+from deft_core.program import CommandParser, distribution_version
 from deft_policies.commands.parse import parse_command, run_command, target_flags
 from scripts.reproduce.choices import record_choices
 from scripts.reproduce.listing import list_tables

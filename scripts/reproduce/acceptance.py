@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
-from deft_client.libero.results.store import RunResults, load_runs
-from deft_client.measures.answers import AnswerRecord
+from deft_core.measures.answers import AnswerRecord
+from deft_libero.results.store import RunResults, load_runs
 from deft_policies.decoding import kinds
 from deft_policies.decoding.methods import find_method
 from deft_policies.errors import PolicyError

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from deft_client.files import write_atomically
-from deft_client.libero.results.store import WEIGHTS
-from deft_client.measures.table import legend, markdown_table
-from deft_client.types import Observation
+from deft_core.files import write_atomically
+from deft_core.measures.table import legend, markdown_table
+from deft_core.types import Observation
+from deft_libero.results.store import WEIGHTS
 from deft_policies.decoding.clock import StageClock
 from deft_policies.families.model import TokenModel
 from deft_policies.families.policy import VlaPolicy

@@ -11,22 +11,16 @@ from types import MappingProxyType
 
 import numpy as np
 
-from deft_client.libero.report.difference import (
-    PHASES,
-    Comparison,
-    compare,
-    phases_of,
-    points_text,
-)
-from deft_client.libero.report.speed import speedup_of
-from deft_client.libero.report.summary import RunSummary, summarise
-from deft_client.libero.report.tables import interval_text, success_text
-from deft_client.libero.results.store import RunResults
-from deft_client.measures.answers import AnswerRecord
-from deft_client.measures.speculation import Speculation, speculation_of
-from deft_client.measures.speed import SpeedUp
-from deft_client.measures.statistics import LEAST_EPISODES, bootstrap_interval
-from deft_client.measures.table import NOTHING, share_text
+from deft_core.measures.answers import AnswerRecord
+from deft_core.measures.speculation import Speculation, speculation_of
+from deft_core.measures.speed import SpeedUp
+from deft_core.measures.statistics import LEAST_EPISODES, bootstrap_interval
+from deft_core.measures.table import NOTHING, share_text
+from deft_libero.report.difference import PHASES, Comparison, compare, phases_of, points_text
+from deft_libero.report.speed import speedup_of
+from deft_libero.report.summary import RunSummary, summarise
+from deft_libero.report.tables import interval_text, success_text
+from deft_libero.results.store import RunResults
 from scripts.reproduce.study import ReproductionError, Row
 
 MARGIN = 0.05  # of success, in shares: a loss as large as this is to be ruled out

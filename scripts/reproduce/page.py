@@ -18,17 +18,11 @@ from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
-from deft_client.files import write_atomically
-from deft_client.libero.report.difference import conclusion
-from deft_client.libero.results.records import TrialKey
-from deft_client.libero.results.store import (
-    RunResults,
-    load_runs,
-    pack_runs,
-    unpack_runs,
-    weights_of,
-)
-from deft_client.measures.table import markdown_table, without_empty
+from deft_core.files import write_atomically
+from deft_core.measures.table import markdown_table, without_empty
+from deft_libero.report.difference import conclusion
+from deft_libero.results.records import TrialKey
+from deft_libero.results.store import RunResults, load_runs, pack_runs, unpack_runs, weights_of
 from scripts.reproduce import played, record
 from scripts.reproduce.choices import FILE as CHOICES
 from scripts.reproduce.choices import choices_table

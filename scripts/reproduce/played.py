@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from deft_client.recordings import SUFFIX
+from deft_core.recordings import SUFFIX
 from scripts.local_server import local_server
 from scripts.reproduce.record import PolicyWords
 from scripts.reproduce.study import PLAIN, ReproductionError, Row

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from deft_client.libero.report.chart import Axis, axis_of, tick_text
+from deft_libero.report.chart import Axis, axis_of, tick_text
 
 WIDTH, HEIGHT = 640, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM, _LANE = 64, 16, 44, 84, 92

@@ -20,14 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from deft_client.datasets.episodes import StoredEpisode
-from deft_client.datasets.formats import read_dataset
-from deft_client.libero.results.records import EpisodeRecord, Outcome, TrialKey
-from deft_client.libero.results.store import ResultsStore, RunHeader
-from deft_client.measures.answers import AnswerRecord
-from deft_client.measures.statistics import LEAST_EPISODES
-from deft_client.peers.conventions import to_robosuite
-from deft_client.types import ActionChunk, Observation, StageTimings
+from deft_core.datasets.episodes import StoredEpisode
+from deft_core.datasets.formats import read_dataset
+from deft_core.measures.answers import AnswerRecord
+from deft_core.measures.statistics import LEAST_EPISODES
+from deft_core.peers.conventions import to_robosuite
+from deft_core.types import ActionChunk, Observation, StageTimings
+from deft_libero.results.records import EpisodeRecord, Outcome, TrialKey
+from deft_libero.results.store import ResultsStore, RunHeader
 from deft_policies.base import ActRequest
 from deft_policies.benchmark.replay import Contender, Replay, ReplayFrame, replay
 from deft_policies.benchmark.transformers_loops import find_baseline

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from deft_client.libero.report.difference import Comparison, compare, points_text
-from deft_client.libero.report.speed import baseline_of, decoding_of, speedup_of
-from deft_client.libero.report.summary import RunSummary, summarise
-from deft_client.libero.report.tables import interval_text, notes_of, success_text
-from deft_client.libero.results.store import RunResults, load_runs, weights_of
-from deft_client.measures.speculation import Speculation
-from deft_client.measures.speed import SpeedUp
-from deft_client.measures.table import NOTHING, Column, column_table, markdown_table
+from deft_core.measures.speculation import Speculation
+from deft_core.measures.speed import SpeedUp
+from deft_core.measures.table import NOTHING, Column, column_table, markdown_table
+from deft_libero.report.difference import Comparison, compare, points_text
+from deft_libero.report.speed import baseline_of, decoding_of, speedup_of
+from deft_libero.report.summary import RunSummary, summarise
+from deft_libero.report.tables import interval_text, notes_of, success_text
+from deft_libero.results.store import RunResults, load_runs, weights_of
 from scripts.reproduce.measures import MARGIN
 from scripts.reproduce.study import ReproductionError
 

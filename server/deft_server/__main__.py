@@ -1,6 +1,6 @@
 """`deft`: what runs beside the policy."""
 
-from deft_client.commands.program import Command, Program
+from deft_core.program import Command, Program
 
 COMMANDS = {
     "serve": Command("deft_server.commands.serve", "answer observations over HTTP and WebSocket"),

@@ -21,7 +21,7 @@ from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
 
-from deft_client.errors import (
+from deft_core.errors import (
     MalformedMessageError,
     MessageTooLargeError,
     UnsupportedMessageError,

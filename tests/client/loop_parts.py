@@ -5,8 +5,8 @@ import numpy as np
 from deft_client.actions import ActionRules
 from deft_client.control_loop import ControlLoop, LoopSettings
 from deft_client.errors import AnswerTimeoutError
-from deft_client.types import ActionChunk, Observation
-from tests.client.samples import frame
+from deft_core.types import ActionChunk, Observation
+from tests.core.samples import frame
 from tests.standins.virtual_clock import VirtualClock
 
 RULES = ActionRules((True, True, False))  # two motions and a gripper

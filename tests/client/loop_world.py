@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from deft_client.actions import ActionRules, Seam
+from deft_client.actions import ActionRules
 from deft_client.control_loop import ControlLoop, LoopSettings
 from deft_client.errors import AnswerTimeoutError, ServerUnreachableError
-from deft_client.types import ActionChunk, ActOptions, Observation
-from tests.client.samples import frame
+from deft_core.types import ActionChunk, ActOptions, Observation, Seam
+from tests.core.samples import frame
 from tests.standins.policy_server import INFO
 from tests.standins.virtual_clock import VirtualClock
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deft_client.actions import ActionRules, Excess, check_actions
-from deft_client.errors import UnusableValueError
+from deft_core.errors import UnusableValueError
 
 pytestmark = pytest.mark.promise
 

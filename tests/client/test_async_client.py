@@ -11,21 +11,19 @@ import pytest
 from deft_client import AsyncPolicyClient, ClientSettings, PolicyClient, calls
 from deft_client.errors import (
     AnswerTimeoutError,
-    DeftError,
-    MessageTooLargeError,
     NotReadyError,
     ServerUnreachableError,
     TransportError,
-    UnusableValueError,
     WrongServerError,
 )
 from deft_client.settings import Retries
-from deft_client.types import ActionChunk, ActOptions, Observation
-from deft_client.wire import msgpack_codec
-from deft_client.wire.fields import WireLimits
+from deft_core.errors import DeftError, MessageTooLargeError, UnusableValueError
+from deft_core.types import ActionChunk, ActOptions, Observation
+from deft_core.wire import msgpack_codec
+from deft_core.wire.fields import WireLimits
 from deft_server.app import create_app
 from tests.client.hostile_servers import HTTP_MANNERS, frozen, holding_up
-from tests.client.samples import frame, full_answer, full_message
+from tests.core.samples import frame, full_answer, full_message
 from tests.server.running import running
 from tests.standins.policies import FakePolicy
 from tests.standins.policy_server import ANSWER, INFO, FakeServer, refusal

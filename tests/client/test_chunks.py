@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deft_client.actions import ActionQueue, ActionRules, Seam
-from deft_client.types import ActionChunk
+from deft_client.actions import ActionQueue, ActionRules
+from deft_core.types import ActionChunk, Seam
 
 pytestmark = pytest.mark.promise
 

@@ -27,17 +27,16 @@ from deft_client.errors import (
     ServerFaultError,
     ServerUnreachableError,
     UnknownEndpointError,
-    UnusableValueError,
-    WireError,
 )
 from deft_client.settings import ClientSettings, Retries, Timeouts
-from deft_client.types import ActionChunk, ActOptions, Observation
-from deft_client.wire import msgpack_codec
-from deft_client.wire.images import ImageEncoding
-from deft_client.wire.messages import ActMessage
+from deft_core.errors import UnusableValueError, WireError
+from deft_core.types import ActionChunk, ActOptions, Observation
+from deft_core.wire import msgpack_codec
+from deft_core.wire.images import ImageEncoding
+from deft_core.wire.messages import ActMessage
 from deft_server.app import create_app
 from tests.client.hostile_servers import holding_up
-from tests.client.samples import full_answer, full_message
+from tests.core.samples import full_answer, full_message
 from tests.server.running import running
 from tests.standins.policies import FakePolicy
 from tests.standins.policy_server import ANSWER, INFO, FakeServer, refusal

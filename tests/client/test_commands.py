@@ -13,9 +13,9 @@ import pytest
 from deft_client import calls
 from deft_client.__main__ import main
 from deft_client.commands import ping
-from deft_client.errors import Problem
-from deft_client.wire import json_codec, msgpack_codec
-from tests.client.samples import frame, full_answer, saved
+from deft_core.errors import Problem
+from deft_core.wire import json_codec, msgpack_codec
+from tests.core.samples import frame, full_answer, saved
 from tests.standins.policy_server import ANSWER, INFO, streaming
 
 

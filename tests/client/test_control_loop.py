@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 
 from deft_client import control_loop
-from deft_client.actions import ActionRules, Seam
+from deft_client.actions import ActionRules
 from deft_client.client import PolicyClient
 from deft_client.control_loop import ControlLoop, LoopSettings
 from deft_client.errors import (
     AccessDeniedError,
     AnswerTimeoutError,
-    Problem,
     ServerFaultError,
     ServerUnreachableError,
     UnknownEndpointError,
     WrongServerError,
 )
-from deft_client.types import ActionChunk, ActOptions, Observation
+from deft_core.errors import Problem
+from deft_core.types import ActionChunk, ActOptions, Observation, Seam
 from tests.client.hostile_servers import frozen, holding_up
 from tests.client.loop_parts import PICTURE, QUICK, RULES, RecordingArm, ScriptedPolicy, run
 from tests.standins.policy_server import INFO

@@ -5,9 +5,9 @@ import random
 import numpy as np
 import pytest
 
-from deft_client.actions import ActionRules, Seam
+from deft_client.actions import ActionRules
 from deft_client.control_loop import ControlLoop, LoopSettings, shortest_period_s
-from deft_client.types import ActionChunk
+from deft_core.types import ActionChunk, Seam
 from tests.client.loop_parts import RecordingArm, run
 from tests.standins.virtual_clock import VirtualClock
 

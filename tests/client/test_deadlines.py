@@ -14,7 +14,6 @@ from deft_client.client import PolicyClient
 from deft_client.deadlines import DeadlineTransport, ending_at
 from deft_client.errors import (
     AnswerTimeoutError,
-    MessageTooLargeError,
     NotReadyError,
     ServerUnreachableError,
     TransportError,
@@ -22,8 +21,9 @@ from deft_client.errors import (
 )
 from deft_client.settings import ClientSettings, Retries, Timeouts
 from deft_client.stream import StreamClient
-from deft_client.types import ActOptions, Observation
-from deft_client.wire.fields import WireLimits
+from deft_core.errors import MessageTooLargeError
+from deft_core.types import ActOptions, Observation
+from deft_core.wire.fields import WireLimits
 from tests.client.hostile_servers import (
     HTTP_MANNERS,
     STREAM_MANNERS,
@@ -35,7 +35,7 @@ from tests.client.hostile_servers import (
     refusing,
     stream_silent,
 )
-from tests.client.samples import frame
+from tests.core.samples import frame
 
 pytestmark = pytest.mark.promise
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from deft_client import PolicyClient, StreamClient
-from deft_client.errors import DeftError
 from deft_client.settings import ClientSettings, Timeouts
-from deft_client.types import ActionChunk, Observation
-from deft_client.wire import msgpack_codec
-from tests.client.samples import frame
+from deft_core.errors import DeftError
+from deft_core.types import ActionChunk, Observation
+from deft_core.wire import msgpack_codec
+from tests.core.samples import frame
 from tests.standins.policy_server import streaming
 
 SETTINGS = ClientSettings(timeouts=Timeouts(answer_s=10))

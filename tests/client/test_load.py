@@ -9,7 +9,7 @@ import pytest
 from deft_client.__main__ import main
 from deft_client.commands import frames
 from deft_client.commands.load import Robot, found_text, largest, summary
-from deft_client.types import ActOptions, Observation
+from deft_core.types import ActOptions, Observation
 from deft_policies.errors import RequestError
 from deft_server.app import create_app
 from deft_server.settings import Settings

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from deft_client import recorder as recorder_module
-from deft_client.files import append_whole
 from deft_client.recorder import MAX_WAITING, Recorder
-from deft_client.recordings import Ending, find_episodes
-from deft_client.types import ActionChunk, ActOptions, Observation
-from deft_client.wire.images import ImageEncoding
-from tests.client.samples import frame, full_answer
+from deft_core.files import append_whole
+from deft_core.recordings import Ending, find_episodes
+from deft_core.types import ActionChunk, ActOptions, Observation
+from deft_core.wire.images import ImageEncoding
+from tests.core.samples import frame, full_answer
 from tests.recorded_episodes import read_episode
 
 
@@ -244,7 +244,7 @@ WRITER = """
 import pathlib, sys
 import numpy as np
 from deft_client.recorder import MAX_WAITING, Recorder
-from deft_client.types import ActionChunk, Observation
+from deft_core.types import ActionChunk, Observation
 
 class Still:
     session_id = "arm-1"

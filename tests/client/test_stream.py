@@ -5,22 +5,20 @@ import pytest
 
 from deft_client.errors import (
     AnswerTimeoutError,
-    MessageTooLargeError,
     OverloadedError,
-    Problem,
     RefusedRequestError,
     ServerFaultError,
     ServerUnreachableError,
-    WireError,
 )
 from deft_client.settings import ClientSettings, Retries, Timeouts
 from deft_client.stream import StreamClient, stream_url
-from deft_client.types import ActionChunk, ActOptions
-from deft_client.wire import json_codec, msgpack_codec
-from deft_client.wire.fields import WireLimits
-from deft_client.wire.msgpack_codec import decode_request, encode_answer
+from deft_core.errors import MessageTooLargeError, Problem, WireError
+from deft_core.types import ActionChunk, ActOptions
+from deft_core.wire import json_codec, msgpack_codec
+from deft_core.wire.fields import WireLimits
+from deft_core.wire.msgpack_codec import decode_request, encode_answer
 from tests.client.hostile_servers import holding_up, open_stream
-from tests.client.samples import full_answer, full_message
+from tests.core.samples import full_answer, full_message
 from tests.standins.policy_server import ANSWER, PING, repeating_id, streaming
 
 OBSERVATION = full_message().observation

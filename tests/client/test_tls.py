@@ -11,7 +11,7 @@ import pytest
 from deft_client import ClientSettings, PolicyClient, StreamClient
 from deft_client.errors import ServerUnreachableError, WrongServerError
 from deft_client.settings import Retries, TlsFiles
-from tests.client.samples import full_message
+from tests.core.samples import full_message
 
 ONCE = ClientSettings(retries=Retries(attempts=1))
 OBSERVATION = full_message().observation

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deft_client.types import ActOptions, Observation
+from deft_core.types import ActOptions, Observation
 from deft_draft_training.commands import evaluate, export, fit, record
 from deft_draft_training.errors import DataError
 from deft_draft_training.heads.block_loss import BlockLossConfig, block_losses

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deft_client.types import Observation
+from deft_core.types import Observation
 from deft_draft_training.heads.fit import LiveSamples
 from deft_draft_training.heads.samples import EpisodeSource
 from tests.demonstrations import write_demonstrations

@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 
-from tests.client.datasets.lerobot_reads import without_operators
+from tests.core.datasets.lerobot_reads import without_operators
 
 
 def main(folder: str, url: str, out: str) -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deft_client.datasets.lerobot_export import write_lerobot
-from deft_client.types import ActionChunk, Observation
+from deft_core.datasets.lerobot_export import write_lerobot
+from deft_core.types import ActionChunk, Observation
 from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.constant import ConstantPolicy
 from deft_server.app import create_app
-from tests.client.datasets.test_lerobot import episodes
+from tests.core.datasets.test_lerobot import episodes
 from tests.peer_environment import LEROBOT_MARKS, lerobot_python
 from tests.repository import ROOT
 from tests.server.running import running

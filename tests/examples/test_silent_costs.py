@@ -8,8 +8,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from deft_client.peers.conventions import to_robosuite
-from deft_client.types import ActionChunk, ActOptions, Observation
+from deft_core.peers.conventions import to_robosuite
+from deft_core.types import ActionChunk, ActOptions, Observation
 from tests.repository import ROOT
 
 ACTIONS = np.array([[0.2, -0.1, 0.3, 0.05, -0.02, 0.01, 1.0]])

@@ -14,9 +14,9 @@ import torch
 from fastapi.testclient import TestClient
 from torch.overrides import TorchFunctionMode
 
-from deft_client.recordings import find_episodes
-from deft_client.types import ActOptions
-from deft_client.wire import msgpack_codec
+from deft_core.recordings import find_episodes
+from deft_core.types import ActOptions
+from deft_core.wire import msgpack_codec
 from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy

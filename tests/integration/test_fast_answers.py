@@ -8,7 +8,7 @@ import pytest
 
 from deft_client import PolicyClient, StreamClient
 from deft_client.errors import ProblemError
-from deft_client.types import ActOptions, Intervention, Observation
+from deft_core.types import ActOptions, Intervention, Observation
 from deft_policies.families.loading import load_policy
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.formats import Precision

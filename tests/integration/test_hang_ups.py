@@ -21,8 +21,8 @@ import pytest
 from numpy.typing import NDArray
 
 from deft_client import ClientSettings, DeftError, Observation, PolicyClient, StreamClient, Timeouts
-from deft_client.libero.policies.peers import OpenPiPolicy, OpenVlaPolicy
-from deft_client.peers.openvla import openvla_fields
+from deft_core.peers.openvla import openvla_fields
+from deft_libero.policies.peers import OpenPiPolicy, OpenVlaPolicy
 from tests.draws import draws
 from tests.repository import ROOT
 

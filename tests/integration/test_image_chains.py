@@ -5,15 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deft_client.image_chain import ImageChain
-from deft_client.recordings import (
-    EpisodeHeader,
-    RecordedStep,
-    encode_end,
-    encode_header,
-    encode_step,
-)
-from deft_client.types import ActionChunk, ActOptions, Observation
+from deft_core.image_chain import ImageChain
+from deft_core.recordings import EpisodeHeader, RecordedStep, encode_end, encode_header, encode_step
+from deft_core.types import ActionChunk, ActOptions, Observation
 from deft_policies.base import ActRequest, Verdict
 from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
@@ -21,7 +15,7 @@ from deft_policies.memory import SessionMemory
 from deft_policies.tiny_libero import CHECKPOINT, STATISTICS_KEY
 from deft_server.commands import doctor
 from deft_server.commands.doctor import EVERY, judge_chain, judge_statistics
-from tests.client.samples import frame
+from tests.core.samples import frame
 
 FLAGS = ("--checkpoint", str(CHECKPOINT), "--statistics-key", STATISTICS_KEY, "--port", "0")
 NUM_STEPS = 8 * EVERY

@@ -12,27 +12,21 @@ import pytest
 from fastapi.testclient import TestClient
 from starlette.testclient import WebSocketTestSession
 
-from deft_client.image_chain import ImageChain
-from deft_client.peers import openpi
-from deft_client.peers.arrays import pack, unpack
-from deft_client.peers.conventions import OPENPI
-from deft_client.peers.openvla import (
-    decode_json,
-    encode_array,
-    encode_reply,
-    oft_fields,
-    read_answer,
-)
-from deft_client.peers.vla_eval import Message, MessageType, read_message
-from deft_client.types import ActOptions, Image, Intervention
-from deft_client.wire.json_codec import decode_answer, encode_request
-from deft_client.wire.messages import ActMessage
+from deft_core.image_chain import ImageChain
+from deft_core.peers import openpi
+from deft_core.peers.arrays import pack, unpack
+from deft_core.peers.conventions import OPENPI
+from deft_core.peers.openvla import decode_json, encode_array, encode_reply, oft_fields, read_answer
+from deft_core.types import ActOptions, Image, Intervention
+from deft_core.wire.json_codec import decode_answer, encode_request
+from deft_core.wire.messages import ActMessage
 from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.formats import Precision
 from deft_server.app import create_app
 from deft_server.compat.act_route import REASON_HEADER
+from deft_server.compat.vla_eval import Message, MessageType, read_message
 from deft_server.settings import Settings
 from tests import golden_oft
 from tests.golden_oft import OFT, OftCase

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from deft_client import PolicyClient
-from deft_client.types import ActOptions
+from deft_core.types import ActOptions
 from deft_policies.benchmark.replay import generate_frames
 from scripts.local_server import local_server
 

@@ -12,7 +12,7 @@ from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
 from deft_policies.model.formats import Precision
 from deft_server.app import create_app
-from tests.client.peers.captures import act_capture, act_captures
+from tests.core.peers.captures import act_capture, act_captures
 from tests.golden import TINY_OPENVLA
 from tests.server.running import client_of
 

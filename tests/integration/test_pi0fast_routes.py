@@ -13,8 +13,8 @@ from fastapi.testclient import TestClient
 
 from deft_client import PolicyClient, StreamClient
 from deft_client.errors import ProblemError
-from deft_client.peers.arrays import pack, unpack
-from deft_client.types import ActOptions
+from deft_core.peers.arrays import pack, unpack
+from deft_core.types import ActOptions
 from deft_policies.families.loading import load_policy
 from deft_policies.families.policy import VlaPolicy
 from deft_server.app import create_app

@@ -8,14 +8,8 @@ import numpy as np
 import pytest
 
 from deft_client import DeftError, Observation, PolicyClient
-from deft_client.recordings import (
-    EpisodeHeader,
-    RecordedStep,
-    encode_end,
-    encode_header,
-    encode_step,
-)
-from deft_client.types import ActOptions
+from deft_core.recordings import EpisodeHeader, RecordedStep, encode_end, encode_header, encode_step
+from deft_core.types import ActOptions
 from deft_policies import tiny_libero
 from deft_policies.base import ActAnswer, ActRequest, Policy
 from deft_policies.benchmark.replay import ReplayFrame, generate_frames, with_statistics_key

@@ -6,9 +6,9 @@ import httpx2
 import numpy as np
 import pytest
 
-from deft_client.types import ActOptions, Observation
-from deft_client.wire import msgpack_codec
-from deft_client.wire.messages import ActMessage
+from deft_core.types import ActOptions, Observation
+from deft_core.wire import msgpack_codec
+from deft_core.wire.messages import ActMessage
 from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
 from deft_server.app import create_app

@@ -18,7 +18,7 @@ import pytest
 from fastapi.testclient import TestClient
 from numpy.typing import NDArray
 
-from deft_client.peers.arrays import pack, unpack
+from deft_core.peers.arrays import pack, unpack
 from deft_policies.base import ActionLimits, Running
 from deft_policies.errors import DeviceError
 from deft_policies.families.loading import load_policy

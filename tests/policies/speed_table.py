@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from deft_client.types import ActOptions, Observation
+from deft_core.types import ActOptions, Observation
 from deft_policies import tiny_libero
 from deft_policies.base import ActRequest
 from deft_policies.commands.act import load_image

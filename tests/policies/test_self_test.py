@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from deft_client.types import ActionChunk
+from deft_core.types import ActionChunk
 from deft_policies.base import ActAnswer, ActionLimits, ActRequest
 from deft_policies.constant import ConstantPolicy
 from deft_policies.errors import PolicyError

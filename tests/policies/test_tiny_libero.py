@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deft_client.types import ActOptions, Observation
+from deft_core.types import ActOptions, Observation
 from deft_policies import catalog
 from deft_policies import tiny_libero as bundle
 from deft_policies.base import ActRequest

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from deft_client.libero.evaluation.episode import EpisodePlayer
-from deft_client.libero.evaluation.runs import RunConfig
-from deft_client.types import ActionChunk, DecodeTrace, PassTrace, StageTimings
+from deft_core.types import ActionChunk, DecodeTrace, PassTrace, StageTimings
+from deft_libero.evaluation.episode import EpisodePlayer
+from deft_libero.evaluation.runs import RunConfig
 from scripts.demo import InterleavedPolicy, conclude, describe
 from tests.standins.environments import CountingEnvironment, EchoPolicy
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from deft_client.image_chain import ImageChain
-from deft_client.types import ActOptions, DecodeTrace, Observation
+from deft_core.image_chain import ImageChain
+from deft_core.types import ActOptions, DecodeTrace, Observation
 from deft_policies.base import ActRequest
 from deft_policies.benchmark.replay import Contender, ReplayFrame, replay
 from deft_policies.families.openvla import OpenVLA, VlaTarget

@@ -15,8 +15,8 @@ import httpx
 import pytest
 from websockets.sync.client import connect as open_stream
 
-from deft_client.types import ActOptions
-from deft_client.wire import msgpack_codec
+from deft_core.types import ActOptions
+from deft_core.wire import msgpack_codec
 from tests.server.process import ROOT, ServerProcess, serving
 from tests.standins.policies import MSGPACK, packed
 

@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from deft_client.wire import fields, images
-from deft_client.wire.fields import WireLimits
+from deft_core.wire import fields, images
+from deft_core.wire.fields import WireLimits
 from deft_server.commands import logs, serve
 from deft_server.dashboard import pages
 from deft_server.http import connections, frame_bodies, gate

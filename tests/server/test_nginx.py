@@ -18,7 +18,7 @@ from websockets.exceptions import InvalidStatus
 from deft_client.client import PolicyClient
 from deft_client.errors import AccessDeniedError, NotReadyError
 from deft_client.settings import ClientSettings, TlsFiles
-from deft_client.wire import msgpack_codec
+from deft_core.wire import msgpack_codec
 from tests.server.nginx import Proxy, nginx_before
 from tests.server.process import serving
 from tests.standins.policies import MSGPACK, frame, packed

@@ -7,18 +7,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deft_client.errors import ServerUnreachableError
-from deft_client.libero.errors import GraphicsError, UnstableError
-from deft_client.libero.evaluation import point_world
-from deft_client.libero.policies.source import EpisodePolicy
-from deft_client.libero.simulator.conventions import WAIT_STEPS
-from deft_client.libero.simulator.environment import (
-    Environment,
-    EnvironmentSettings,
-    Frame,
-    StepResult,
-)
-from deft_client.libero.simulator.suites import Task
-from deft_client.types import ActionChunk, Observation
+from deft_core.types import ActionChunk, Observation
+from deft_libero.errors import GraphicsError, UnstableError
+from deft_libero.evaluation import point_world
+from deft_libero.policies.source import EpisodePolicy
+from deft_libero.simulator.conventions import WAIT_STEPS
+from deft_libero.simulator.environment import Environment, EnvironmentSettings, Frame, StepResult
+from deft_libero.simulator.suites import Task
 
 find_suite = point_world.find_suite  # of the simulators in this module
 

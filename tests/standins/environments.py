@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.libero.evaluation.episode import BackgroundCalls, Clock
-from deft_client.libero.simulator.environment import Frame, StepResult
-from deft_client.libero.simulator.suites import Task
-from deft_client.types import ActionChunk, DecodeTrace, Observation, PassTrace, StageTimings
+from deft_core.types import ActionChunk, DecodeTrace, Observation, PassTrace, StageTimings
+from deft_libero.evaluation.episode import BackgroundCalls, Clock
+from deft_libero.simulator.environment import Frame, StepResult
+from deft_libero.simulator.suites import Task
 
 TASK = Task("libero_object", 3, "pick_up_the_soup")
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo
+from deft_core.types import ActionChunk, ActOptions, Observation, ServerInfo
 from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.constant import ConstantPolicy
 from deft_policies.errors import UnknownStatisticsKeyError

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.types import ActionChunk, ActOptions, Observation, ServerInfo
-from deft_client.wire import msgpack_codec
-from deft_client.wire.messages import ActMessage
+from deft_core.types import ActionChunk, ActOptions, Observation, ServerInfo
+from deft_core.wire import msgpack_codec
+from deft_core.wire.messages import ActMessage
 from deft_policies.base import ActAnswer, ActionLimits, ActRequest, Policy, Running
 from deft_policies.constant import ConstantPolicy
 from deft_policies.errors import CheckpointError, DeviceError, NoActionError, RequestError

@@ -8,11 +8,11 @@ import httpx
 import websockets.sync.server
 from websockets.exceptions import ConnectionClosed
 
-from deft_client.errors import Problem
-from deft_client.types import ServerInfo
-from deft_client.wire import json_codec, msgpack_codec
-from deft_client.wire.msgpack_codec import decode_request
-from tests.client.samples import full_answer
+from deft_core.errors import Problem
+from deft_core.types import ServerInfo
+from deft_core.wire import json_codec, msgpack_codec
+from deft_core.wire.msgpack_codec import decode_request
+from tests.core.samples import full_answer
 
 INFO = ServerInfo(
     policy="fake",

@@ -7,8 +7,8 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 
-from deft_client.libero.errors import AssetsError
-from deft_client.libero.simulator.assets import STAND_IN_MARKER, describe_assets
+from deft_libero.errors import AssetsError
+from deft_libero.simulator.assets import STAND_IN_MARKER, describe_assets
 from tests.standins import stand_ins
 from tests.standins.build import MARKER, TABLE, build, generate
 from tests.standins.model import read_asset

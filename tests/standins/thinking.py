@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from deft_client.reasoning import find_parts
-from deft_client.types import ActionChunk, DecodeTrace, PassTrace
+from deft_core.reasoning import find_parts
+from deft_core.types import ActionChunk, DecodeTrace, PassTrace
 from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.errors import NoActionError
 from tests.server.dashboard.talkative import TalkativePolicy

@@ -16,10 +16,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.errors import Problem
-from deft_client.types import ActionChunk, Image, ServerInfo, StageTimings
-from deft_client.wire import json_codec
-from deft_client.wire.msgpack_codec import CONTENT_TYPE, ActMessage, decode_request, encode_answer
+from deft_core.errors import Problem
+from deft_core.types import ActionChunk, Image, ServerInfo, StageTimings
+from deft_core.wire import json_codec
+from deft_core.wire.msgpack_codec import CONTENT_TYPE, ActMessage, decode_request, encode_answer
 from tests.standins.environments import trace_of
 
 INFO = ServerInfo(

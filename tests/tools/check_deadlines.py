@@ -23,7 +23,7 @@ import numpy as np
 from deft_client.actions import Action, ActionRules
 from deft_client.control_loop import ControlLoop, LoopSettings
 from deft_client.stream import StreamClient
-from deft_client.types import ActionChunk, ActOptions, Observation
+from deft_core.types import ActionChunk, ActOptions, Observation
 from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.constant import ConstantPolicy
 

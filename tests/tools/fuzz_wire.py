@@ -16,13 +16,13 @@ import numpy as np
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
-from deft_client.types import ActOptions, Observation
-from deft_client.wire import json_codec, msgpack_codec
-from deft_client.wire.images import ImageEncoding, encode_image
-from deft_client.wire.messages import ActMessage
+from deft_core.types import ActOptions, Observation
+from deft_core.wire import json_codec, msgpack_codec
+from deft_core.wire.images import ImageEncoding, encode_image
+from deft_core.wire.messages import ActMessage
 from scripts.local_server import local_server, resident_mb
-from tests.client.peers.captures import act_captures, frames
-from tests.client.peers.mutations import mutate
+from tests.core.peers.captures import act_captures, frames
+from tests.core.peers.mutations import mutate
 
 PATIENCE_S = 10.0
 MOST_GROWTH_MB = 16.0  # pools and caches may still fill; each message may not leave anything

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deft_client import PolicyClient
-from deft_client.errors import DeftError
-from deft_client.libero.results.records import Outcome
-from deft_client.libero.results.store import RunResults, load_run
+from deft_core.errors import DeftError
+from deft_libero.results.records import Outcome
+from deft_libero.results.store import RunResults, load_run
 
 WORLD = "point_world"
 WORKER = re.compile("spawn_main|^ray::RemotePlayer")

@@ -14,13 +14,14 @@ from deft_client.commands.connection import (
     parse_connected,
     reported,
 )
-from deft_client.commands.methods import method_text
-from deft_client.commands.program import CommandParser
-from deft_client.errors import NoActionError, UsageError, WireError
-from deft_client.reasoning import ACTION, parse_reasoning
-from deft_client.types import ActionChunk, ActOptions, Image, Observation
-from deft_client.wire.images import ImageEncoding, decode_image
-from deft_client.wire.json_codec import encode_answer
+from deft_client.errors import NoActionError
+from deft_core.errors import UsageError, WireError
+from deft_core.methods import method_text
+from deft_core.program import CommandParser
+from deft_core.reasoning import ACTION, parse_reasoning
+from deft_core.types import ActionChunk, ActOptions, Image, Observation
+from deft_core.wire.images import ImageEncoding, decode_image
+from deft_core.wire.json_codec import encode_answer
 
 
 def main(arguments: list[str]) -> int:

@@ -6,8 +6,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from deft_client.errors import DeftError, UsageError
-from deft_client.files import read_file
 from deft_client.settings import (
     API_KEY_VARIABLE,
     DEFAULT_URL,
@@ -16,7 +14,9 @@ from deft_client.settings import (
     TlsFiles,
     check_url,
 )
-from deft_client.wire.images import ImageEncoding
+from deft_core.errors import DeftError, UsageError
+from deft_core.files import read_file
+from deft_core.wire.images import ImageEncoding
 
 URL_BEGINNINGS = ("http://", "https://", "ws://", "wss://")
 

@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deft_client.commands.connection import reported
-from deft_client.commands.program import CommandParser
-from deft_client.datasets.episodes import DatasetError, StoredEpisode
-from deft_client.datasets.flags import add_camera_flag, read_cameras
-from deft_client.datasets.formats import find_format, read_dataset
-from deft_client.datasets.lerobot_export import write_lerobot
+from deft_core.datasets.episodes import DatasetError, StoredEpisode
+from deft_core.datasets.flags import add_camera_flag, read_cameras
+from deft_core.datasets.formats import find_format, read_dataset
+from deft_core.datasets.lerobot_export import write_lerobot
+from deft_core.program import CommandParser
 
 
 def main(arguments: list[str]) -> int:

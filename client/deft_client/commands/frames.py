@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from deft_client.errors import UsageError
-from deft_client.types import ActOptions, Image, Observation, ServerInfo
+from deft_core.errors import UsageError
+from deft_core.types import ActOptions, Image, Observation, ServerInfo
 
 MOST_BYTES = 2**28  # of recorded pictures that are kept
 
@@ -33,7 +33,7 @@ def noise_frames(info: ServerInfo, seed: int, count: int) -> list[Observation]:
 
 def recorded_frames(path: Path, cameras: Sequence[str]) -> list[list[Observation]]:
     """Return the frames of a data set's first episodes, by episode: as many as are kept."""
-    from deft_client.datasets.formats import read_dataset
+    from deft_core.datasets.formats import read_dataset
 
     episodes: list[list[Observation]] = []
     num_bytes = 0

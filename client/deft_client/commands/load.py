@@ -33,18 +33,13 @@ from deft_client.commands.connection import (
     reported,
 )
 from deft_client.commands.frames import noise_frames, recorded_frames, usual_options
-from deft_client.commands.program import CommandParser
-from deft_client.datasets.flags import add_camera_flag, read_cameras
-from deft_client.errors import (
-    AnswerTimeoutError,
-    DeadlineMissedError,
-    DeftError,
-    ProblemError,
-    UsageError,
-)
-from deft_client.measures.table import markdown_table
+from deft_client.errors import AnswerTimeoutError, DeadlineMissedError, ProblemError
 from deft_client.settings import ClientSettings, Retries
-from deft_client.types import ActOptions, Observation, ServerInfo
+from deft_core.datasets.flags import add_camera_flag, read_cameras
+from deft_core.errors import DeftError, UsageError
+from deft_core.measures.table import markdown_table
+from deft_core.program import CommandParser
+from deft_core.types import ActOptions, Observation, ServerInfo
 
 MOST_ROBOTS = 256
 MOST_SECONDS = 3600.0

@@ -14,11 +14,11 @@ from deft_client.commands.connection import (
     reported,
 )
 from deft_client.commands.frames import noise_frames, usual_options
-from deft_client.commands.program import CommandParser
 from deft_client.control_loop import SEND_SHARE, shortest_period_s
-from deft_client.measures.statistics import percentiles
 from deft_client.settings import LOADING_S
-from deft_client.types import ServerInfo
+from deft_core.measures.statistics import percentiles
+from deft_core.program import CommandParser
+from deft_core.types import ServerInfo
 
 ROUND_TRIPS = 5  # without a frame
 FRAMES_KEPT = 8  # sent in turn

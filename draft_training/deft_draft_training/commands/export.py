@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from deft_client.commands.program import CommandParser
+from deft_core.program import CommandParser
 from deft_draft_training.commands.target import parse_target
 from deft_draft_training.errors import DataError, TrainingError
 

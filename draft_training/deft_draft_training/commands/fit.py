@@ -5,8 +5,8 @@ On one process a killed run resumes to the bit: the same command goes on from wh
 
 from pathlib import Path
 
-from deft_client.commands.program import CommandParser
-from deft_client.datasets.flags import add_camera_flag, read_cameras
+from deft_core.datasets.flags import add_camera_flag, read_cameras
+from deft_core.program import CommandParser
 from deft_draft_training.commands.target import (
     at_least_one,
     check_datasets,

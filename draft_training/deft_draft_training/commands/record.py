@@ -6,8 +6,8 @@ Recording appends: a killed run goes on behind its last whole shard.
 from argparse import ArgumentTypeError
 from pathlib import Path
 
-from deft_client.commands.program import CommandParser
-from deft_client.datasets.flags import add_camera_flag
+from deft_core.datasets.flags import add_camera_flag
+from deft_core.program import CommandParser
 from deft_draft_training.commands.target import at_least_one, check_datasets, parse_target
 
 

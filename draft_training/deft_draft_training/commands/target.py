@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import chain, islice
 from pathlib import Path
 
-from deft_client.datasets.formats import find_format, read_dataset
+from deft_core.datasets.formats import find_format, read_dataset
 from deft_draft_training.errors import ConfigError, DataError
 from deft_policies.commands.parse import parse_command
 from deft_policies.errors import PolicyError

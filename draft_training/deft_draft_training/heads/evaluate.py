@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from deft_client.datasets.flags import read_cameras
-from deft_client.errors import WireError
-from deft_client.measures.answers import AnswerRecord
-from deft_client.measures.speculation import speculation_of
-from deft_client.types import ActionChunk, DecodeTrace, Observation
-from deft_client.wire.fields import SENTENCE, Kind, ReadContext, record_of
+from deft_core.datasets.flags import read_cameras
+from deft_core.errors import WireError
+from deft_core.measures.answers import AnswerRecord
+from deft_core.measures.speculation import speculation_of
+from deft_core.types import ActionChunk, DecodeTrace, Observation
+from deft_core.wire.fields import SENTENCE, Kind, ReadContext, record_of
 from deft_draft_training.errors import DataError
 from deft_draft_training.heads.export import load_any_head
 from deft_draft_training.heads.samples import EpisodeSource

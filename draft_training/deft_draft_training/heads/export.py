@@ -8,7 +8,7 @@ from shlex import quote
 import torch
 from torch import Tensor
 
-from deft_client.files import creating
+from deft_core.files import creating
 from deft_draft_training.config import build_config
 from deft_draft_training.errors import DataError, TrainingError
 from deft_draft_training.heads.fit import DraftHead, HeadFitConfig, build_head

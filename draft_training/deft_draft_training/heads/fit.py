@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from deft_client.datasets.flags import read_cameras
+from deft_core.datasets.flags import read_cameras
 from deft_draft_training.commands.fit import EPOCHS, PUBLISHED_STEPS
 from deft_draft_training.config import load_config, plain
 from deft_draft_training.errors import DataError

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from deft_client.errors import WireError
-from deft_client.wire.fields import SENTENCE, ReadContext, list_of, record_of
+from deft_core.errors import WireError
+from deft_core.wire.fields import SENTENCE, ReadContext, list_of, record_of
 from deft_draft_training.errors import DataError
 
 INDEX = "index.json"

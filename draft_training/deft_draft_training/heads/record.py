@@ -22,9 +22,9 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from tqdm import tqdm
 
-from deft_client.datasets.flags import read_cameras
-from deft_client.files import write_atomically
-from deft_client.types import Observation
+from deft_core.datasets.flags import read_cameras
+from deft_core.files import write_atomically
+from deft_core.types import Observation
 from deft_draft_training.errors import ConfigError, DataError
 from deft_draft_training.heads.index import INDEX, ShardEntry, ShardIndex, read_index
 from deft_draft_training.heads.samples import EpisodeSource, HeadSample

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from deft_client.datasets.formats import read_dataset
-from deft_client.types import Observation
+from deft_core.datasets.formats import read_dataset
+from deft_core.types import Observation
 
 
 @dataclass(frozen=True)

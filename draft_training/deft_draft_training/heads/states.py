@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from deft_client.types import ActOptions, Observation
+from deft_core.types import ActOptions, Observation
 from deft_draft_training.errors import ConfigError
 from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.drafts import Guesses, ModelSource

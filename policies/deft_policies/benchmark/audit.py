@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deft_client.types import ActOptions
+from deft_core.types import ActOptions
 from deft_policies.benchmark.replay import MeasuredAnswer, Replay, ReplayFrame
 from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.sampling import first_maximum, top_gap

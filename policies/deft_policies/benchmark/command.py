@@ -12,10 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deft_client.commands.methods import method_text
-from deft_client.commands.program import CommandParser
-from deft_client.datasets.flags import add_camera_flag
-from deft_client.datasets.formats import find_format
+from deft_core.datasets.flags import add_camera_flag
+from deft_core.datasets.formats import find_format
+from deft_core.methods import method_text
+from deft_core.program import CommandParser
 from deft_policies.commands.parse import PolicyCommand, parse_command, run_command
 from deft_policies.decoding.methods import AUTOREGRESSIVE, find_method
 from deft_policies.errors import PolicyError

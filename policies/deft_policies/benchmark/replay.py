@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deft_client.datasets.formats import read_dataset
-from deft_client.types import ActionChunk, ActOptions, Image, Observation
+from deft_core.datasets.formats import read_dataset
+from deft_core.types import ActionChunk, ActOptions, Image, Observation
 from deft_policies.base import ActRequest, Policy
 from deft_policies.commands.act import observe, read_cases
 from deft_policies.errors import PolicyError

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.benchmark import Timer
 
-from deft_client.types import DecodeTrace
+from deft_core.types import DecodeTrace
 from deft_policies.benchmark.replay import Contender, Replay, ReplayFrame
 from deft_policies.families.model import Model, TokenModel
 from deft_policies.families.oft.model import Oft

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from deft_client.datasets.flags import read_cameras
-from deft_client.types import ActOptions
+from deft_core.datasets.flags import read_cameras
+from deft_core.types import ActOptions
 from deft_policies.base import Policy
 from deft_policies.benchmark.audit import audit, check_equal
 from deft_policies.benchmark.replay import (

@@ -8,11 +8,11 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.measures.answers import AnswerRecord
-from deft_client.measures.speculation import Speculation, speculation_of
-from deft_client.measures.speed import SpeedUp, core_doubts, speed_up
-from deft_client.measures.statistics import Percentiles, percentiles
-from deft_client.types import ActOptions, DecodeTrace
+from deft_core.measures.answers import AnswerRecord
+from deft_core.measures.speculation import Speculation, speculation_of
+from deft_core.measures.speed import SpeedUp, core_doubts, speed_up
+from deft_core.measures.statistics import Percentiles, percentiles
+from deft_core.types import ActOptions, DecodeTrace
 from deft_policies.benchmark.replay import Contender, Replay, ReplayFrame
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
 from deft_policies.decoding.plan import NUMBER_PLANS, OUR_PLANS, PLAIN, TEXT_PLANS, Plan

@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from deft_client.measures.speculation import Speculation
-from deft_client.measures.speed import SpeedUp
-from deft_client.measures.statistics import Percentiles
-from deft_client.measures.table import NOTHING, Column, column_table, markdown_table, share_text
+from deft_core.measures.speculation import Speculation
+from deft_core.measures.speed import SpeedUp
+from deft_core.measures.statistics import Percentiles
+from deft_core.measures.table import NOTHING, Column, column_table, markdown_table, share_text
 from deft_policies.benchmark.audit import (
     AuditReport,
     EqualityCheck,

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deft_client.types import ActionChunk, ActOptions, DecodeTrace, Observation, ServerInfo
+from deft_core.types import ActionChunk, ActOptions, DecodeTrace, Observation, ServerInfo
 from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.benchmark.replay import Contender
 from deft_policies.decoding.clock import Stage, StageClock

@@ -1,6 +1,6 @@
 """Typed access to a checkpoint's JSON files. Knows nothing of what the fields mean.
 
-Values are read as those of messages are: see `deft_client.wire.fields`.
+Values are read as those of messages are: see `deft_core.wire.fields`.
 """
 
 import json
@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from deft_client.errors import WireError
-from deft_client.wire.fields import FLAG, Kind, ReadContext, as_map, list_of, number, text, whole
+from deft_core.errors import WireError
+from deft_core.wire.fields import FLAG, Kind, ReadContext, as_map, list_of, number, text, whole
 from deft_policies.errors import CheckpointError
 
 T = TypeVar("T")

@@ -11,10 +11,10 @@ import numpy as np
 from PIL import Image as PillowImage
 from PIL import UnidentifiedImageError
 
-from deft_client.commands.program import CommandParser
-from deft_client.errors import WireError
-from deft_client.types import ActOptions, DecodeTrace, Image, Observation
-from deft_client.wire.fields import SENTENCE, Kind, ReadContext, list_of, map_of, record_of
+from deft_core.errors import WireError
+from deft_core.program import CommandParser
+from deft_core.types import ActOptions, DecodeTrace, Image, Observation
+from deft_core.wire.fields import SENTENCE, Kind, ReadContext, list_of, map_of, record_of
 from deft_policies.base import ActAnswer, ActRequest, Policy
 from deft_policies.commands.parse import parse_command, run_command
 from deft_policies.errors import PolicyError, RequestError

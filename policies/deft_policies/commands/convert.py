@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from shlex import quote
 
-from deft_client.commands.program import CommandParser
+from deft_core.program import CommandParser
 from deft_policies.checkpoint.tensor_file import read_tensors, write_tensors
 from deft_policies.commands.parse import run_command
 from deft_policies.errors import CheckpointError

@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from deft_client.errors import DeftError
+from deft_core.errors import DeftError
 from deft_policies import catalog
 from deft_policies.base import Policy
 from deft_policies.errors import PolicyError

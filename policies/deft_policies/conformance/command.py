@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deft_client.datasets.formats import read_dataset
-from deft_client.image_chain import ImageChain
-from deft_client.types import ActOptions
+from deft_core.datasets.formats import read_dataset
+from deft_core.image_chain import ImageChain
+from deft_core.types import ActOptions
 from deft_policies.base import Finding, Verdict
 from deft_policies.benchmark.audit import last_place
 from deft_policies.benchmark.replay import ReplayFrame

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deft_client.errors import WireError
-from deft_client.image_chain import ImageChain
-from deft_client.types import ActOptions, Image, Observation
-from deft_client.wire.fields import (
+from deft_core.errors import WireError
+from deft_core.image_chain import ImageChain
+from deft_core.types import ActOptions, Image, Observation
+from deft_core.wire.fields import (
     BINARY,
     SENTENCE,
     Kind,

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.files import write_atomically
-from deft_client.measures.table import NOTHING, Column, column_table
+from deft_core.files import write_atomically
+from deft_core.measures.table import NOTHING, Column, column_table
 from deft_policies.base import Finding, Verdict
 from deft_policies.errors import PolicyError
 

@@ -5,7 +5,7 @@ from enum import Enum
 
 import torch
 
-from deft_client.types import StageTimings
+from deft_core.types import StageTimings
 
 
 class Stage(Enum):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache
 from typing import get_type_hints
 
-from deft_client.commands.methods import with_knobs
+from deft_core.methods import with_knobs
 from deft_policies.decoding import kinds
 from deft_policies.decoding.acceptance.rule import AcceptanceRule, ChoosingRule, ExactMatch
 from deft_policies.decoding.knobs import read_switch, read_value

@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from deft_client.types import DecodeTrace
+from deft_core.types import DecodeTrace
 from deft_policies.decoding.acceptance.numbers import WrittenNumbers, drift_of_steps
 from deft_policies.decoding.acceptance.rule import ActionSpace
 from deft_policies.decoding.guard import Choice, Guard

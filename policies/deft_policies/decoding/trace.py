@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from deft_client.types import CountedPasses, PassTrace
+from deft_core.types import CountedPasses, PassTrace
 from deft_policies.decoding.clock import Span, Stage, milliseconds
 from deft_policies.decoding.tree import DraftTree
 

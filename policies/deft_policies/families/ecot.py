@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deft_client.reasoning import find_parts
+from deft_core.reasoning import find_parts
 from deft_policies.checkpoint.config import load_training
 from deft_policies.checkpoint.open import CheckpointSource
 from deft_policies.decoding.sequence import AnswerSpec

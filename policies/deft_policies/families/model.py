@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deft_client.image_chain import ImageChain
-from deft_client.types import DecodeTrace, Image, Observation
+from deft_core.image_chain import ImageChain
+from deft_core.types import DecodeTrace, Image, Observation
 from deft_policies.base import ActionLimits
 from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.engine import WIDEST

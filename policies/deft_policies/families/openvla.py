@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deft_client.image_chain import ImageChain
-from deft_client.types import Observation
+from deft_core.image_chain import ImageChain
+from deft_core.types import Observation
 from deft_policies.checkpoint.drafts import is_block, is_medusa, read_block_sizes
 from deft_policies.checkpoint.open import Checkpoint, CheckpointSource, open_source
 from deft_policies.decoding.captured import Layout, shapes_of

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deft_client.commands.methods import method_text
-from deft_client.image_chain import ImageChain
+from deft_core.image_chain import ImageChain
+from deft_core.methods import method_text
 from deft_policies.decoding.kinds import OUR_KINDS, read_kinds
 from deft_policies.decoding.methods import DEFAULT_METHOD, presets
 from deft_policies.decoding.plan import KeyMask, RopeOffset, TreeShape, read_tree

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deft_client.image_chain import ImageChain
-from deft_client.types import (
+from deft_core.image_chain import ImageChain
+from deft_core.types import (
     ActionChunk,
     ActOptions,
     DecodeTrace,

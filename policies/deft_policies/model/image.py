@@ -16,8 +16,8 @@ from PIL import Image as PillowImage
 from torch import Tensor
 from torch.nn import functional
 
-from deft_client.image_chain import ImageChain
-from deft_client.types import Image
+from deft_core.image_chain import ImageChain
+from deft_core.types import Image
 from deft_policies.model.bicubic import BICUBIC, MOST_SHRUNK, resize_bicubic
 from deft_policies.model.sizes import ImageProcessorConfig, ResizeStrategy
 from deft_policies.model.staging import to_device

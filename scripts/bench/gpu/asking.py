@@ -21,14 +21,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from deft_client.measures.table import NOTHING, markdown_table
+from deft_core.measures.table import NOTHING, markdown_table
 
 Value = str | int | float | bool | None
 Row = dict[str, Value]  # of a question's table, by column
 
 LINES = "gpu_run.jsonl"
 ROOT = Path(__file__).parents[3]
-_SOURCES = ("client/deft_client", "policies/deft_policies", "scripts")
+_SOURCES = ("client", "policies/deft_policies", "scripts")
 # Lines that agree in these answer the same questions.
 _SAME = ("card", "size", "torch", "triton", "commit", "sources")
 _PATIENCE = 2.0  # times its budget that a question may take

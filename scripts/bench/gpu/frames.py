@@ -8,8 +8,8 @@ from statistics import median
 
 import torch
 
-from deft_client.measures.statistics import percentiles
-from deft_client.types import ActOptions
+from deft_core.measures.statistics import percentiles
+from deft_core.types import ActOptions
 from deft_policies.base import ActRequest
 from deft_policies.benchmark.replay import Contender, Replay, ReplayFrame, replay
 from deft_policies.benchmark.transformers_loops import BaselineLoop, TransformersPolicy

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deft_client.image_chain import ImageChain
-from deft_client.types import Observation
+from deft_core.image_chain import ImageChain
+from deft_core.types import Observation
 from deft_policies.benchmark.replay import ReplayFrame, generate_frames
 from deft_policies.decoding.captured import CapturedPasses
 from deft_policies.decoding.methods import AUTOREGRESSIVE

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from deft_client.datasets.demonstrations import find_demonstrations, load_demonstration
-from deft_client.libero.simulator.conventions import CLOSE, OPEN
-from deft_client.libero.simulator.environment import EnvironmentSettings, Frame, LiberoEnvironment
-from deft_client.libero.simulator.scene import Pose, Scene
-from deft_client.libero.simulator.suites import find_task
-from deft_client.types import ActOptions
+from deft_core.datasets.demonstrations import find_demonstrations, load_demonstration
+from deft_core.types import ActOptions
 from deft_draft_training.errors import ConfigError
+from deft_libero.simulator.conventions import CLOSE, OPEN
+from deft_libero.simulator.environment import EnvironmentSettings, Frame, LiberoEnvironment
+from deft_libero.simulator.scene import Pose, Scene
+from deft_libero.simulator.suites import find_task
 from deft_policies import tiny_libero
 from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.constant import ConstantPolicy

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from deft_client.libero.errors import SimulationError
-from deft_client.libero.simulator.conventions import CLOSE, OPEN
-from deft_client.libero.simulator.suites import find_suite, find_task
-from tests.client.libero.simulated import PHYSICS, physics, settle
+from deft_libero.errors import SimulationError
+from deft_libero.simulator.conventions import CLOSE, OPEN
+from deft_libero.simulator.suites import find_suite, find_task
+from tests.libero.simulated import PHYSICS, physics, settle
 from tiny_libero_recipe.expert.expert import Expert, Watch, read_goals
 from tiny_libero_recipe.expert.motion import Manner
 from tiny_libero_recipe.expert.pick import Phase

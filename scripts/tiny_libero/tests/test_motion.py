@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from deft_client.libero.simulator.conventions import CLOSE, OPEN
-from deft_client.libero.simulator.scene import Pose, Scene
-from deft_client.libero.simulator.stepping import rotation_error, turned
+from deft_libero.simulator.conventions import CLOSE, OPEN
+from deft_libero.simulator.scene import Pose, Scene
+from deft_libero.simulator.stepping import rotation_error, turned
 from tiny_libero_recipe.expert.geometry import Cloud, pinch, tallest_on_way
 from tiny_libero_recipe.expert.motion import (
     DOWN,

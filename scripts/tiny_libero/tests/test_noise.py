@@ -1,6 +1,6 @@
 import numpy as np
 
-from deft_client.libero.simulator.conventions import CLOSE, OPEN
+from deft_libero.simulator.conventions import CLOSE, OPEN
 from tiny_libero_recipe.expert.motion import Disturbance, NoiseSettings
 
 ACTION = np.array([0.5, 0, 0, 0, 0, 0, CLOSE])

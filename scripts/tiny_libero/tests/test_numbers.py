@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from deft_client.types import Observation
+from deft_core.types import Observation
 from deft_draft_training.errors import ConfigError
 from deft_policies.decoding.clock import StageClock
 from deft_policies.families.loading import load_policy

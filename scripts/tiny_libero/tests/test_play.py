@@ -6,12 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from deft_client.datasets.demonstrations import PRIVILEGED, load_demonstration
-from deft_client.libero.errors import DemonstrationError
-from deft_client.libero.simulator.environment import EnvironmentSettings, LiberoEnvironment
-from deft_client.libero.simulator.scene import Goal
-from deft_client.libero.simulator.suites import find_task
-from deft_client.peers.conventions import to_robosuite
+from deft_core.datasets.demonstrations import PRIVILEGED, load_demonstration
+from deft_core.datasets.episodes import DemonstrationError
+from deft_core.peers.conventions import to_robosuite
+from deft_libero.simulator.environment import EnvironmentSettings, LiberoEnvironment
+from deft_libero.simulator.scene import Goal
+from deft_libero.simulator.suites import find_task
 from tests.standins import stand_ins
 from tests.typed import next_command
 from tiny_libero_recipe.demos import main

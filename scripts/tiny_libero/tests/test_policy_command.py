@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deft_client.datasets.demonstrations import (
+from deft_core.datasets.demonstrations import (
     COLUMNS,
     PRIVILEGED,
     find_demonstrations,
     load_demonstration,
 )
-from deft_client.types import Observation
+from deft_core.types import Observation
 from deft_draft_training.errors import ConfigError, DataError
 from deft_policies.base import ActRequest
 from deft_policies.families.loading import load_policy

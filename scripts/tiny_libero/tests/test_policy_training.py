@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from deft_client.datasets.demonstrations import encode_frame
-from deft_client.image_chain import ImageChain
+from deft_core.datasets.demonstrations import encode_frame
+from deft_core.image_chain import ImageChain
 from deft_draft_training.config import load_config
 from deft_draft_training.errors import ConfigError, DataError, DivergedError
 from deft_draft_training.optimizer import OptimizerConfig, TrainingPrecision

@@ -1,7 +1,7 @@
 """How the policy that ships was made: `python -m tiny_libero_recipe`; README.md explains."""
 
-from deft_client.commands.program import Command, Program
-from deft_client.errors import DeftError
+from deft_core.errors import DeftError
+from deft_core.program import Command, Program
 from deft_draft_training.errors import TrainingError
 from deft_policies.errors import PolicyError
 

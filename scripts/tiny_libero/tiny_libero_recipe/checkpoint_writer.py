@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from deft_client.files import creating
+from deft_core.files import creating
 from deft_policies.checkpoint.config import (
     CONFIG_FILE,
     DINOV2_TIMM_ID,

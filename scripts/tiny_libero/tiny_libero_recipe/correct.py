@@ -17,14 +17,15 @@ import numpy as np
 import torch._dynamo  # noqa: F401  (Triton's LLVM before Mesa's: the other way round crashes)
 from numpy.typing import NDArray
 
-from deft_client.commands.program import CommandParser
-from deft_client.libero.errors import SelectionError, SimulationError
-from deft_client.libero.simulator.conventions import CLOSE, METRES_PER_UNIT, OPEN
-from deft_client.libero.simulator.environment import Frame
-from deft_client.libero.simulator.scene import Scene
-from deft_client.peers.conventions import to_robosuite
-from deft_client.types import ActOptions, Observation
+from deft_core.datasets.episodes import DemonstrationError
+from deft_core.peers.conventions import to_robosuite
+from deft_core.program import CommandParser
+from deft_core.types import ActOptions, Observation
 from deft_draft_training.errors import ConfigError, DataError
+from deft_libero.errors import SelectionError, SimulationError
+from deft_libero.simulator.conventions import CLOSE, METRES_PER_UNIT, OPEN
+from deft_libero.simulator.environment import Frame
+from deft_libero.simulator.scene import Scene
 from deft_policies.base import ActRequest, Policy
 from deft_policies.checkpoint.config import load_config
 from deft_policies.errors import PolicyError
@@ -169,7 +170,7 @@ def main(arguments: list[str]) -> int:
         _record(job, given.checkpoint)
     except SelectionError as error:
         raise ConfigError(str(error)) from error
-    except (SimulationError, PolicyError) as error:
+    except (SimulationError, DemonstrationError, PolicyError) as error:
         raise DataError(str(error)) from error
     return 0
 

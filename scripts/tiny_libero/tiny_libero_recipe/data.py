@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from deft_client.datasets.demonstrations import decode_frame
-from deft_client.image_chain import ImageChain
+from deft_core.datasets.demonstrations import decode_frame
+from deft_core.image_chain import ImageChain
 from deft_draft_training.errors import DataError
 from deft_policies.model.image import ImageProcessor
 from deft_policies.model.prompt import PromptEncoder, PromptTemplate

@@ -6,15 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 
-from deft_client.commands.program import CommandParser
-from deft_client.datasets.demonstrations import (
-    find_demonstrations,
-    load_header,
-)
-from deft_client.libero.errors import SelectionError, SimulationError
-from deft_client.libero.evaluation.selection import parse_numbers
-from deft_client.libero.simulator.environment import EnvironmentSettings
-from deft_client.libero.simulator.suites import NUM_TRIALS, SUITE_NAMES, find_suite
+from deft_core.datasets.demonstrations import find_demonstrations, load_header
+from deft_core.datasets.episodes import DemonstrationError
+from deft_core.program import CommandParser
+from deft_libero.errors import SelectionError, SimulationError
+from deft_libero.evaluation.selection import parse_numbers
+from deft_libero.simulator.environment import EnvironmentSettings
+from deft_libero.simulator.suites import NUM_TRIALS, SUITE_NAMES, find_suite
 from tiny_libero_recipe.expert.motion import NoiseSettings
 from tiny_libero_recipe.play import HELD_OUT, DemosSettings
 from tiny_libero_recipe.pool import DemosJob, record_visibly
@@ -30,7 +28,7 @@ def main(arguments: list[str]) -> int:
     except SelectionError as error:
         sys.stderr.write(f"python -m tiny_libero_recipe demos: {error}\n")
         return 2
-    except SimulationError as error:
+    except (SimulationError, DemonstrationError) as error:
         sys.stderr.write(f"python -m tiny_libero_recipe demos: {error}\n")
         return 1
     sys.stdout.write(

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from deft_client.datasets.demonstrations import (
+from deft_core.datasets.demonstrations import (
     COLUMNS,
     PRIVILEGED,
     Demonstration,

@@ -6,10 +6,10 @@ It looks at the simulator instead of the frame, so it needs no server. A run of 
 episodes can succeed, and what the simulator alone costs.
 """
 
-from deft_client.libero.errors import SelectionError
-from deft_client.libero.policies.source import EpisodePolicy
-from deft_client.libero.simulator.environment import Environment, LiberoEnvironment
-from deft_client.types import ActionChunk, Observation
+from deft_core.types import ActionChunk, Observation
+from deft_libero.errors import SelectionError
+from deft_libero.policies.source import EpisodePolicy
+from deft_libero.simulator.environment import Environment, LiberoEnvironment
 from tiny_libero_recipe.expert.expert import Expert, Watch
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from deft_client.image_chain import ImageChain
+from deft_core.image_chain import ImageChain
 from deft_draft_training.config import plain
 from deft_draft_training.errors import DataError
 from deft_draft_training.optimizer import OptimizerConfig, WeightAverage, computing_in

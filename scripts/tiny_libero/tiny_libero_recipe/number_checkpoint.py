@@ -11,7 +11,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from deft_client.files import creating
+from deft_core.files import creating
 from deft_policies.checkpoint.config import CONFIG_FILE, PREPROCESSOR_FILE, TRAINING_FILE
 from deft_policies.checkpoint.tensor_file import MODEL_FILE, write_tensors
 from deft_policies.families.vla0.network import Vla0Config

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from deft_client.datasets.demonstrations import decode_frame
+from deft_core.datasets.demonstrations import decode_frame
 from deft_policies.decoding.acceptance.numbers import END, SPACE
 from deft_policies.families.vla0.network import find_ids
 from deft_policies.families.vla0.pictures import make_pictures, to_patches

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from deft_client.datasets.demonstrations import Demonstration
-from deft_client.peers.conventions import to_robosuite
+from deft_core.datasets.demonstrations import Demonstration
+from deft_core.peers.conventions import to_robosuite
 from deft_draft_training.errors import DataError
 from deft_policies.checkpoint.config import load_tokenizer
 from deft_policies.families.vla0.run_folder import RunFolder, read_run

@@ -11,19 +11,19 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.datasets.demonstrations import (
+from deft_core.datasets.demonstrations import (
     COLUMNS,
     Demonstration,
     DemonstrationHeader,
     encode_frame,
     episode_path,
 )
-from deft_client.libero.errors import UnstableError
-from deft_client.libero.simulator.conventions import WAIT_STEPS, wait_action
-from deft_client.libero.simulator.environment import Frame, LiberoEnvironment, Variation
-from deft_client.libero.simulator.scene import Goal, Scene
-from deft_client.libero.simulator.suites import find_suite
-from deft_client.peers.conventions import from_robosuite
+from deft_core.peers.conventions import from_robosuite
+from deft_libero.errors import UnstableError
+from deft_libero.simulator.conventions import WAIT_STEPS, wait_action
+from deft_libero.simulator.environment import Frame, LiberoEnvironment, Variation
+from deft_libero.simulator.scene import Goal, Scene
+from deft_libero.simulator.suites import find_suite
 from tiny_libero_recipe.expert.expert import Expert, Label, Watch, parent, read_goals
 from tiny_libero_recipe.expert.motion import Disturbance, Manner, NoiseSettings
 from tiny_libero_recipe.expert.pick import Phase

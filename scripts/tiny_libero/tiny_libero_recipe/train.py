@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from deft_client.commands.program import CommandParser
-from deft_client.datasets.demonstrations import Demonstration
+from deft_core.datasets.demonstrations import Demonstration
+from deft_core.program import CommandParser
 from deft_draft_training.config import load_config
 from deft_draft_training.errors import ConfigError, DataError
 from deft_policies.checkpoint.config import load_config as load_checkpoint_config

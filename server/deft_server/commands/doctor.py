@@ -25,11 +25,11 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.commands.program import CommandParser
-from deft_client.datasets.flags import add_camera_flag, read_cameras
-from deft_client.errors import DeftError
-from deft_client.image_chain import ImageChain
-from deft_client.types import ActOptions
+from deft_core.datasets.flags import add_camera_flag, read_cameras
+from deft_core.errors import DeftError
+from deft_core.image_chain import ImageChain
+from deft_core.program import CommandParser
+from deft_core.types import ActOptions
 from deft_policies.base import ActRequest, Finding, LimitedPolicy, Policy, Verdict
 from deft_policies.commands.parse import PolicyCommand
 from deft_policies.conformance.report import check_report

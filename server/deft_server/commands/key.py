@@ -5,7 +5,7 @@ import json
 import secrets
 import sys
 
-from deft_client.commands.program import CommandParser
+from deft_core.program import CommandParser
 
 KEY_BYTES = 24
 

@@ -17,13 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from deft_client.commands.methods import with_knobs
-from deft_client.commands.program import CommandParser
-from deft_client.datasets.flags import add_camera_flag, read_cameras
-from deft_client.datasets.formats import find_format, find_parts, read_dataset, read_recordings
-from deft_client.measures.table import share_text
-from deft_client.recordings import RecordedStep, StepReader
-from deft_client.types import ActionChunk, ActOptions, Observation
+from deft_core.datasets.flags import add_camera_flag, read_cameras
+from deft_core.datasets.formats import find_format, find_parts, read_dataset, read_recordings
+from deft_core.measures.table import share_text
+from deft_core.methods import with_knobs
+from deft_core.program import CommandParser
+from deft_core.recordings import RecordedStep, StepReader
+from deft_core.types import ActionChunk, ActOptions, Observation
 from deft_policies.base import ActRequest, Policy
 from deft_policies.commands.parse import parse_command, run_command, target_flags
 from deft_policies.errors import PolicyError

@@ -19,8 +19,8 @@ from shlex import quote
 
 import uvicorn
 
-from deft_client.commands.program import CommandParser
-from deft_client.types import ServerInfo
+from deft_core.program import CommandParser
+from deft_core.types import ServerInfo
 from deft_policies.commands.parse import PolicyCommand, load_by_words, target_flags
 from deft_policies.errors import PolicyError
 from deft_server.app import DeftApp, create_app

@@ -14,10 +14,10 @@ from fastapi.responses import JSONResponse
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deft_client.errors import WireError
-from deft_client.peers.arrays import read_name
-from deft_client.peers.conventions import CONVENTIONS
-from deft_client.peers.openvla import (
+from deft_core.errors import WireError
+from deft_core.peers.arrays import read_name
+from deft_core.peers.conventions import CONVENTIONS
+from deft_core.peers.openvla import (
     ActBody,
     NotAnObjectError,
     NotJsonError,
@@ -26,10 +26,10 @@ from deft_client.peers.openvla import (
     oft_request,
     openvla_request,
 )
-from deft_client.types import ActionChunk
-from deft_client.wire.fields import ReadContext
-from deft_client.wire.json_codec import count_of
-from deft_client.wire.messages import ActMessage
+from deft_core.types import ActionChunk
+from deft_core.wire.fields import ReadContext
+from deft_core.wire.json_codec import count_of
+from deft_core.wire.messages import ActMessage
 from deft_policies.errors import PolicyError
 from deft_server.compat.profiles import prepared, staying
 from deft_server.errors import CallerGoneError, ServerError

@@ -10,8 +10,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.image_chain import ImageChain
-from deft_client.peers.conventions import (
+from deft_core.image_chain import ImageChain
+from deft_core.peers.conventions import (
     CONVENTIONS,
     OPENPI,
     REALTIME,
@@ -20,8 +20,8 @@ from deft_client.peers.conventions import (
     Convention,
     Gripper,
 )
-from deft_client.types import ServerInfo
-from deft_client.wire.messages import ActMessage
+from deft_core.types import ServerInfo
+from deft_core.wire.messages import ActMessage
 from deft_server.serving.access import Caller
 from deft_server.serving.service import Service
 from deft_server.settings import Settings

@@ -17,11 +17,16 @@ from numpy.typing import NDArray
 from starlette.routing import WebSocketRoute
 from starlette.types import Receive, Scope, Send
 
-from deft_client.errors import MalformedMessageError, Problem, UnusableValueError, WireError
-from deft_client.peers.arrays import has_pictures, pack, read_name, unpack
-from deft_client.peers.conventions import ARM_DIMENSIONS, OPENPI, REALTIME, VLA_EVAL
-from deft_client.peers.openpi import openpi_request
-from deft_client.peers.vla_eval import (
+from deft_core.errors import MalformedMessageError, Problem, UnusableValueError, WireError
+from deft_core.peers.arrays import has_pictures, pack, read_name, unpack
+from deft_core.peers.conventions import ARM_DIMENSIONS, OPENPI, REALTIME, VLA_EVAL
+from deft_core.peers.openpi import openpi_request
+from deft_core.types import ActionChunk, ActOptions, ServerInfo
+from deft_core.wire.fields import ReadContext, brief
+from deft_core.wire.messages import ActMessage
+from deft_policies.errors import PolicyError
+from deft_server.compat.profiles import in_convention, prepared, staying
+from deft_server.compat.vla_eval import (
     PROTOCOL_VERSION,
     Message,
     MessageType,
@@ -29,11 +34,6 @@ from deft_client.peers.vla_eval import (
     read_message,
     vla_eval_request,
 )
-from deft_client.types import ActionChunk, ActOptions, ServerInfo
-from deft_client.wire.fields import ReadContext, brief
-from deft_client.wire.messages import ActMessage
-from deft_policies.errors import PolicyError
-from deft_server.compat.profiles import in_convention, prepared, staying
 from deft_server.errors import ServerError
 from deft_server.http.connections import STOP_PINGS
 from deft_server.http.problems import describe

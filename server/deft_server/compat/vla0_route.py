@@ -20,20 +20,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from deft_client.peers.openvla import NotAnObjectError, decode_json
-from deft_client.peers.vla0 import (
+from deft_core.peers.openvla import NotAnObjectError, decode_json
+from deft_core.types import ActionChunk
+from deft_core.wire.fields import ReadContext
+from deft_core.wire.messages import ActMessage
+from deft_policies.base import OnActions
+from deft_policies.errors import PolicyError
+from deft_server.compat.profiles import staying
+from deft_server.compat.vla0 import (
     encode_actions,
     encode_failure,
     encode_rows,
     encode_time,
     vla0_request,
 )
-from deft_client.types import ActionChunk
-from deft_client.wire.fields import ReadContext
-from deft_client.wire.messages import ActMessage
-from deft_policies.base import OnActions
-from deft_policies.errors import PolicyError
-from deft_server.compat.profiles import staying
 from deft_server.errors import PolicyFailedError, ServerError
 from deft_server.http.frame_bodies import read_body
 from deft_server.http.gate import caller_of, exchange_of

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
-from deft_client.types import ActionChunk, DecodeTrace, Image, Observation
+from deft_core.types import ActionChunk, DecodeTrace, Image, Observation
 from deft_policies.errors import NoActionError
 from deft_server.errors import DeadlineError
 from deft_server.serving.access import Caller

@@ -27,9 +27,9 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from deft_client.reasoning import ACTION, Part, parse_reasoning, part_costs
-from deft_client.types import DecodeTrace, Image
-from deft_client.wire.messages import trace_fields
+from deft_core.reasoning import ACTION, Part, parse_reasoning, part_costs
+from deft_core.types import DecodeTrace, Image
+from deft_core.wire.messages import trace_fields
 from deft_server.dashboard.history import (
     PICTURE_SIDE,
     TICK_S,

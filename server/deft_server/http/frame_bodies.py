@@ -15,22 +15,16 @@ from python_multipart.multipart import Field, File, FormParser
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
-from deft_client.errors import (
+from deft_core.errors import (
     MalformedMessageError,
     MessageTooLargeError,
     UnsupportedMessageError,
     UnusableValueError,
 )
-from deft_client.wire import json_codec, msgpack_codec
-from deft_client.wire.fields import ReadContext, WireLimits
-from deft_client.wire.json_codec import load
-from deft_client.wire.messages import (
-    REQUEST,
-    ActMessage,
-    ActMessages,
-    has_pictures,
-    read_request,
-)
+from deft_core.wire import json_codec, msgpack_codec
+from deft_core.wire.fields import ReadContext, WireLimits
+from deft_core.wire.json_codec import load
+from deft_core.wire.messages import REQUEST, ActMessage, ActMessages, has_pictures, read_request
 from deft_server.serving.bounds import DecodeThreads
 
 MAX_CONTENT_TYPE_CHARS = 256  # with the longest boundary there may be

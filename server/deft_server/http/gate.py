@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deft_client.errors import WireError
+from deft_core.errors import WireError
 from deft_server.errors import BodyTooLargeError, BodyTooSlowError, CallerGoneError, MissingKeyError
 from deft_server.http.connections import COUNT_FOR
 from deft_server.http.problems import describe, problem_response

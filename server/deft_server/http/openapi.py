@@ -6,8 +6,8 @@ bytes must be is added here, from the kinds that read them.
 
 from collections.abc import Collection
 
-from deft_client.wire.fields import SENTENCE, Json, WireLimits
-from deft_client.wire.messages import (
+from deft_core.wire.fields import SENTENCE, Json, WireLimits
+from deft_core.wire.messages import (
     ANSWER,
     ANSWERS,
     INFO,

@@ -21,12 +21,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route, WebSocketRoute
 from starlette.types import Message, Receive, Scope, Send
 
-from deft_client.errors import MalformedMessageError, Problem, WireError
-from deft_client.types import ActionChunk, ServerInfo
-from deft_client.wire import json_codec, msgpack_codec
-from deft_client.wire.fields import ReadContext
-from deft_client.wire.json_codec import decode_reset, encode_info, encode_problem
-from deft_client.wire.messages import ActMessage, ActMessages
+from deft_core.errors import MalformedMessageError, Problem, WireError
+from deft_core.types import ActionChunk, ServerInfo
+from deft_core.wire import json_codec, msgpack_codec
+from deft_core.wire.fields import ReadContext
+from deft_core.wire.json_codec import decode_reset, encode_info, encode_problem
+from deft_core.wire.messages import ActMessage, ActMessages
 from deft_server.errors import CallerGoneError
 from deft_server.http.frame_bodies import decode_frame, read_body, wants_msgpack
 from deft_server.http.gate import ADMIN_PREFIX, caller_of, exchange_of, take_exchange

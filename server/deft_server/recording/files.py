@@ -18,8 +18,8 @@ from io import FileIO
 from pathlib import Path
 from typing import IO
 
-from deft_client.files import append_whole
-from deft_client.recordings import (
+from deft_core.files import append_whole
+from deft_core.recordings import (
     SUFFIX,
     EpisodeHeader,
     RecordedStep,
@@ -29,8 +29,8 @@ from deft_client.recordings import (
     encode_step,
     read_header,
 )
-from deft_client.types import ServerInfo
-from deft_client.wire.images import ImageEncoding
+from deft_core.types import ServerInfo
+from deft_core.wire.images import ImageEncoding
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9.-]+")
 PARTS_IN_ROOM = 8  # at least: what is deleted for room is a part

@@ -20,9 +20,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from deft_client.errors import MalformedMessageError, UnusableValueError
-from deft_client.recordings import RecordedStep
-from deft_client.types import ServerInfo
+from deft_core.errors import MalformedMessageError, UnusableValueError
+from deft_core.recordings import RecordedStep
+from deft_core.types import ServerInfo
 from deft_server.http.gate import ADMIN_PREFIX
 from deft_server.recording.files import EpisodeFiles, NoRoomError, SessionKey, locked
 from deft_server.serving.events import Event, EventBus, SessionEnded

@@ -26,7 +26,7 @@ from functools import lru_cache
 from ipaddress import ip_address
 from pathlib import Path
 
-from deft_client.files import read_file
+from deft_core.files import read_file
 from deft_server.errors import ForbiddenError, MissingKeyError, OverloadedError, WrongHostError
 
 RECHECK_S = 1.0

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
 
-from deft_client.types import ActionChunk, ActOptions, Observation
+from deft_core.types import ActionChunk, ActOptions, Observation
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Protocol
 
-from deft_client.types import ActOptions, Observation, ServerInfo
+from deft_core.types import ActOptions, Observation, ServerInfo
 from deft_policies.base import ActionLimits, LimitedPolicy, Policy, SteppedPolicy
 from deft_policies.errors import PolicyError
 from deft_policies.model.statistics import find_statistics_key

@@ -17,7 +17,7 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from deft_client.types import ActionChunk, Intervention
+from deft_core.types import ActionChunk, Intervention
 from deft_policies.errors import DeviceError, NoActionError, RequestError
 from deft_server.errors import (
     DeadlineError,

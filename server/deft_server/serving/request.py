@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from deft_client.types import ActOptions, Observation
+from deft_core.types import ActOptions, Observation
 from deft_policies.base import ActAnswer, ActRequest, OnActions
 from deft_server.serving.sessions import RobotSession
 

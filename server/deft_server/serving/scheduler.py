@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from deft_client.types import ActionChunk
+from deft_core.types import ActionChunk
 from deft_policies.base import ActAnswer
 from deft_server.errors import DeadlineError, NotReadyError, SupersededFrameError
 from deft_server.serving.hang_watch import HangWatch

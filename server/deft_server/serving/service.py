@@ -16,8 +16,8 @@ from importlib.metadata import version
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.commands.methods import by_own_name
-from deft_client.types import (
+from deft_core.methods import by_own_name
+from deft_core.types import (
     ActionChunk,
     ActOptions,
     Intervention,

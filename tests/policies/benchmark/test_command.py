@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from deft_client.measures.speculation import Speculation
-from deft_client.measures.statistics import percentiles
-from deft_client.recordings import EpisodeHeader, RecordedStep, encode_header, encode_step
-from deft_client.types import (
+from deft_core.measures.speculation import Speculation
+from deft_core.measures.statistics import percentiles
+from deft_core.recordings import EpisodeHeader, RecordedStep, encode_header, encode_step
+from deft_core.types import (
     ActionChunk,
     ActOptions,
     DecodeTrace,

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from deft_client.measures.statistics import Percentiles
+from deft_core.measures.statistics import Percentiles
 from deft_policies.benchmark.summary import Speed
 from deft_policies.benchmark.tables import batch_table
 from scripts.reproduce.measures import expected_speedup, expected_tokens

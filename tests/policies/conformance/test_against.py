@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deft_client.recordings import EpisodeHeader, RecordedStep, encode_header, encode_step
-from deft_client.types import ActionChunk, ActOptions, Observation
+from deft_core.recordings import EpisodeHeader, RecordedStep, encode_header, encode_step
+from deft_core.types import ActionChunk, ActOptions, Observation
 from deft_policies.conformance import report
 from deft_server.commands import doctor
 from tests.golden_qwenfast import GOLDEN, cameras, variant

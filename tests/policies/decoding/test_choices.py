@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deft_client.types import ActOptions, Observation
+from deft_core.types import ActOptions, Observation
 from deft_policies.base import ActRequest
 from deft_policies.decoding import kinds
 from deft_policies.decoding.methods import find_method

@@ -33,7 +33,7 @@ print(json.dumps([methods, rules, source_kinds(), told, broken_plugins()]))
 """
 SERVE = """
 import numpy as np
-from deft_client.types import Observation
+from deft_core.types import Observation
 from deft_policies.base import ActRequest
 from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions

@@ -22,9 +22,9 @@ import torch
 from websockets.sync.client import connect
 
 from deft_client.client import PolicyClient
-from deft_client.commands.methods import read_method, tomllib, with_knobs
-from deft_client.errors import UsageError
-from deft_client.types import ActOptions, DecodeTrace, Observation
+from deft_core.errors import UsageError
+from deft_core.methods import read_method, tomllib, with_knobs
+from deft_core.types import ActOptions, DecodeTrace, Observation
 from deft_policies.base import ActRequest, Verdict
 from deft_policies.decoding.acceptance import rule as rule_module
 from deft_policies.decoding.acceptance.rule import (

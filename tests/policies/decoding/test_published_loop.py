@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deft_client.types import DecodeTrace
+from deft_core.types import DecodeTrace
 from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.target import Prompt
 from deft_policies.decoding.tree import Branches, merge

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from deft_client.types import DecodeTrace, PassTrace
+from deft_core.types import DecodeTrace, PassTrace
 from deft_policies.decoding.trace import PassRecord, PassTraces
 from deft_policies.decoding.tree import DraftTree
 

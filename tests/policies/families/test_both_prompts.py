@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deft_client.types import ActionChunk, ActOptions, DecodeTrace, Observation
+from deft_core.types import ActionChunk, ActOptions, DecodeTrace, Observation
 from deft_policies.base import ActAnswer, ActRequest, Running
 from deft_policies.errors import CheckpointError, RequestError
 from deft_policies.families.loading import load_policy, open_model

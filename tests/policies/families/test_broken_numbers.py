@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from deft_client.types import ActOptions, DecodeTrace, Observation
+from deft_core.types import ActOptions, DecodeTrace, Observation
 from deft_policies.base import ActRequest, Running
 from deft_policies.decoding.engine import DraftModels
 from deft_policies.errors import NotFiniteError

@@ -6,7 +6,7 @@ from typing import cast
 import numpy as np
 import pytest
 
-from deft_client.types import Observation
+from deft_core.types import Observation
 from deft_policies.errors import RequestError
 from deft_policies.families.model import Model
 

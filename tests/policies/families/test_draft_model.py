@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deft_client.types import ActOptions, DecodeTrace, Observation
+from deft_core.types import ActOptions, DecodeTrace, Observation
 from deft_policies.base import ActRequest
 from deft_policies.checkpoint.config import load_config
 from deft_policies.decoding.clock import StageClock

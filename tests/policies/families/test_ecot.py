@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deft_client.reasoning import part_costs
-from deft_client.types import ActOptions, Observation
+from deft_core.reasoning import part_costs
+from deft_core.types import ActOptions, Observation
 from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.benchmark.audit import audit, describe
 from deft_policies.benchmark.replay import ReplayFrame

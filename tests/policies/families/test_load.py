@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from deft_client.image_chain import ImageChain
-from deft_client.types import ActOptions, Observation
+from deft_core.image_chain import ImageChain
+from deft_core.types import ActOptions, Observation
 from deft_policies.base import ActRequest
 from deft_policies.benchmark.roofline import WeightBytes
 from deft_policies.checkpoint.drafts import save_medusa

@@ -8,8 +8,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from deft_client.types import ActionChunk, ActOptions, LogProbs, Observation
-from deft_client.wire import json_codec, msgpack_codec
+from deft_core.types import ActionChunk, ActOptions, LogProbs, Observation
+from deft_core.wire import json_codec, msgpack_codec
 from deft_policies import tiny_libero as bundle
 from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.commands.act import load_image

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from deft_client.image_chain import ImageChain
+from deft_core.image_chain import ImageChain
 from deft_policies.checkpoint.config import load_encoder
 from deft_policies.checkpoint.open import Checkpoint, load_model
 from deft_policies.families.loading import load_policy

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from deft_client.image_chain import ImageChain
-from deft_client.types import ActOptions, Observation
+from deft_core.image_chain import ImageChain
+from deft_core.types import ActOptions, Observation
 from deft_policies.base import ActAnswer, ActRequest, LimitedPolicy
 from deft_policies.checkpoint.config import load_encoder
 from deft_policies.decoding.target import PassRow, Scores

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from deft_client.image_chain import ImageChain
-from deft_client.types import ActOptions
+from deft_core.image_chain import ImageChain
+from deft_core.types import ActOptions
 from deft_policies.base import ActRequest, Running, SteppedPolicy
 from deft_policies.decoding.drafts import DraftSource
 from deft_policies.decoding.engine import DraftModels, Maker

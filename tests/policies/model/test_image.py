@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image as PillowImage
 
-from deft_client.image_chain import ImageChain
+from deft_core.image_chain import ImageChain
 from deft_policies.checkpoint.config import load_config
 from deft_policies.model.bicubic import resize_bicubic
 from deft_policies.model.image import ImageProcessor, resize_like_processor, resize_on_device

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deft_client.image_chain import ImageChain
+from deft_core.image_chain import ImageChain
 from deft_policies.decoding.target import PassRow
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.families.openvla import VlaTarget

@@ -13,12 +13,12 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from deft_client.libero.errors import ResultsMismatchError
-from deft_client.libero.results.records import Outcome
-from deft_client.libero.results.store import WEIGHTS, ResultsStore, RunResults, load_run, load_runs
-from deft_client.measures.answers import AnswerRecord
-from deft_client.peers.conventions import to_robosuite
-from deft_client.types import ActOptions, StageTimings
+from deft_core.measures.answers import AnswerRecord
+from deft_core.peers.conventions import to_robosuite
+from deft_core.types import ActOptions, StageTimings
+from deft_libero.errors import ResultsMismatchError
+from deft_libero.results.records import Outcome
+from deft_libero.results.store import WEIGHTS, ResultsStore, RunResults, load_run, load_runs
 from deft_policies import tiny_libero
 from deft_policies.base import ActRequest
 from deft_policies.benchmark.transformers_loops import QwenLoop
@@ -55,8 +55,8 @@ from scripts.reproduce.study import (
     study_names,
 )
 from tests import golden_ecot
-from tests.client.libero.episodes import header, record
 from tests.demonstrations import write_demonstrations
+from tests.libero.episodes import header, record
 from tests.repository import ROOT
 from tests.standins import stand_ins
 from tests.typed import next_command

@@ -8,15 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deft_client.datasets.demonstrations import episode_path, load_demonstration
-from deft_client.recordings import (
-    EpisodeHeader,
-    RecordedStep,
-    encode_end,
-    encode_header,
-    encode_step,
-)
-from deft_client.types import ActionChunk, ActOptions, Observation
+from deft_core.datasets.demonstrations import episode_path, load_demonstration
+from deft_core.recordings import EpisodeHeader, RecordedStep, encode_end, encode_header, encode_step
+from deft_core.types import ActionChunk, ActOptions, Observation
 from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.constant import ConstantPolicy
 from deft_server.commands.replay import (

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
-from deft_client.image_chain import ImageChain
-from deft_client.peers.openvla import ActBody, decode_act_body
-from deft_client.wire.fields import WireLimits
+from deft_core.image_chain import ImageChain
+from deft_core.peers.openvla import ActBody, decode_act_body
+from deft_core.wire.fields import WireLimits
 from deft_server.compat import act_route
 from deft_server.compat.act_route import ERRORS_HEADER, REASON_HEADER
 from deft_server.errors import OverloadedError
 from deft_server.serving.events import Event, FinishedAction
 from deft_server.settings import Settings
-from tests.client.peers.captures import ActCapture, act_capture, act_captures
+from tests.core.peers.captures import ActCapture, act_capture, act_captures
 from tests.server.running import client_of
 from tests.standins.peers import ThreeDatasets, build_app
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deft_client.peers.conventions import OPENPI, VLA_EVAL
+from deft_core.peers.conventions import OPENPI, VLA_EVAL
 from deft_server.settings import Settings
 from tests.peer_environment import peer_python
 from tests.server.running import running

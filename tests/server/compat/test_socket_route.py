@@ -20,15 +20,15 @@ from websockets.protocol import CLOSING, OPEN
 from websockets.sync.client import connect
 from websockets.uri import parse_uri
 
-from deft_client.peers.arrays import pack, unpack
-from deft_client.peers.conventions import OPENPI
-from deft_client.peers.vla_eval import Message, MessageType, read_message
+from deft_core.peers.arrays import pack, unpack
+from deft_core.peers.conventions import OPENPI
 from deft_policies.constant import ConstantPolicy
 from deft_server.app import DeftApp
 from deft_server.compat.socket_route import PLAN_LASTS_S, ActionPlan, greeting
+from deft_server.compat.vla_eval import Message, MessageType, read_message
 from deft_server.http.connections import build_websocket_protocol
 from deft_server.settings import Settings
-from tests.client.peers.captures import frame
+from tests.core.peers.captures import frame
 from tests.server.running import client_of, running
 from tests.standins.peers import ThreeDatasets, build_app
 

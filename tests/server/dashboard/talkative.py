@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from deft_client.types import (
+from deft_core.types import (
     ActionChunk,
     ActOptions,
     DecodeTrace,

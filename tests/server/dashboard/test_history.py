@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from deft_client.types import (
+from deft_core.types import (
     ActionChunk,
     ActOptions,
     DecodeTrace,

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from deft_client.types import ActOptions, Observation
-from deft_client.wire import msgpack_codec
-from deft_client.wire.messages import ActMessage
+from deft_core.types import ActOptions, Observation
+from deft_core.wire import msgpack_codec
+from deft_core.wire.messages import ActMessage
 from deft_server.app import DeftApp, create_app
 from deft_server.settings import Settings
 from tests.browser import (

@@ -14,9 +14,9 @@ from fastapi.testclient import TestClient
 from starlette.testclient import WebSocketTestSession
 from starlette.websockets import WebSocketDisconnect
 
-from deft_client.types import ActOptions, Image, Observation
-from deft_client.wire import msgpack_codec
-from deft_client.wire.messages import ActMessage
+from deft_core.types import ActOptions, Image, Observation
+from deft_core.wire import msgpack_codec
+from deft_core.wire.messages import ActMessage
 from deft_server.app import DeftApp, create_app
 from deft_server.dashboard import pages
 from deft_server.dashboard.history import MAX_SESSIONS, History

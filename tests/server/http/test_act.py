@@ -14,11 +14,11 @@ import pytest
 from fastapi.testclient import TestClient
 
 from deft_client.errors import NoActionError, problem_error
-from deft_client.types import ActOptions, Observation, ServerInfo
-from deft_client.wire import json_codec, msgpack_codec
-from deft_client.wire.fields import ReadContext
-from deft_client.wire.images import ImageEncoding, encode_image
-from deft_client.wire.messages import ActMessage, has_pictures
+from deft_core.types import ActOptions, Observation, ServerInfo
+from deft_core.wire import json_codec, msgpack_codec
+from deft_core.wire.fields import ReadContext
+from deft_core.wire.images import ImageEncoding, encode_image
+from deft_core.wire.messages import ActMessage, has_pictures
 from deft_policies.constant import ConstantPolicy
 from deft_policies.errors import UnknownDecodingError
 from deft_server.app import create_app

@@ -19,11 +19,11 @@ import websockets.sync.client
 from numpy.typing import NDArray
 from websockets.exceptions import ConnectionClosed
 
-from deft_client.peers.arrays import pack
-from deft_client.peers.openvla import encode_array
-from deft_client.peers.vla_eval import Message, MessageType
+from deft_core.peers.arrays import pack
+from deft_core.peers.openvla import encode_array
 from deft_server.app import DeftApp, create_app
 from deft_server.compat.socket_route import REALTIME_PATH
+from deft_server.compat.vla_eval import Message, MessageType
 from deft_server.http import watches
 from deft_server.http.connections import build_websocket_protocol
 from deft_server.settings import Settings

@@ -4,17 +4,17 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from deft_client.errors import (
+from deft_core.errors import (
     MalformedMessageError,
     UnsupportedMessageError,
     UnusableValueError,
     WireError,
 )
-from deft_client.types import ActOptions
-from deft_client.wire.fields import ReadContext
-from deft_client.wire.messages import ActMessage
+from deft_core.types import ActOptions
+from deft_core.wire.fields import ReadContext
+from deft_core.wire.messages import ActMessage
 from deft_server.http.frame_bodies import decode_form
-from tests.client.samples import frame, saved
+from tests.core.samples import frame, saved
 
 pytestmark = pytest.mark.promise
 

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from starlette.types import Message
 
-from deft_client.types import ActOptions, Observation
-from deft_client.wire import json_codec, msgpack_codec
-from deft_client.wire.images import ImageEncoding, encode_image
-from deft_client.wire.messages import ActMessage
+from deft_core.types import ActOptions, Observation
+from deft_core.wire import json_codec, msgpack_codec
+from deft_core.wire.images import ImageEncoding, encode_image
+from deft_core.wire.messages import ActMessage
 from deft_server.app import DeftApp, create_app
-from tests.client.peers.mutations import mutate
+from tests.core.peers.mutations import mutate
 from tests.server.process import serving
 from tests.standins.policies import FakePolicy, frame
 

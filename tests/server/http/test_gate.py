@@ -10,11 +10,11 @@ from functools import partial
 import pytest
 from starlette.types import Message
 
-from deft_client.errors import UnsupportedMessageError
-from deft_client.wire import msgpack_codec
-from deft_client.wire.fields import ReadContext
-from deft_client.wire.images import ImageEncoding
-from deft_client.wire.messages import ActMessage
+from deft_core.errors import UnsupportedMessageError
+from deft_core.wire import msgpack_codec
+from deft_core.wire.fields import ReadContext
+from deft_core.wire.images import ImageEncoding
+from deft_core.wire.messages import ActMessage
 from deft_policies.constant import ConstantPolicy
 from deft_server.app import DeftApp, create_app
 from deft_server.http.frame_bodies import decode_body

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
-from deft_client.types import ActOptions
+from deft_core.types import ActOptions
 from deft_policies.errors import CheckpointError
 from deft_server.app import create_app
 from deft_server.serving.lifecycle import ServerPhase

@@ -9,12 +9,13 @@ from fastapi.testclient import TestClient
 
 from deft_client import PolicyClient, StreamClient
 from deft_client.actions import ActionRules
-from deft_client.errors import OverloadedError, RefusedRequestError, UnusableValueError
+from deft_client.errors import OverloadedError, RefusedRequestError
 from deft_client.settings import ClientSettings
-from deft_client.types import ActionChunk, ActOptions
-from deft_client.wire import json_codec, msgpack_codec
-from deft_client.wire.images import ImageEncoding
-from deft_client.wire.messages import ActMessage
+from deft_core.errors import UnusableValueError
+from deft_core.types import ActionChunk, ActOptions
+from deft_core.wire import json_codec, msgpack_codec
+from deft_core.wire.images import ImageEncoding
+from deft_core.wire.messages import ActMessage
 from deft_server.app import create_app
 from deft_server.settings import Settings
 from tests.server.running import client_of, running

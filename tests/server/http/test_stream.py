@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from starlette.testclient import WebSocketTestSession
 
-from deft_client.types import ActOptions
-from deft_client.wire import msgpack_codec
-from deft_client.wire.images import ImageEncoding
-from deft_client.wire.messages import ActMessage
+from deft_core.types import ActOptions
+from deft_core.wire import msgpack_codec
+from deft_core.wire.images import ImageEncoding
+from deft_core.wire.messages import ActMessage
 from deft_policies.errors import DeviceError
 from deft_server.app import create_app
 from tests.server.running import client_of

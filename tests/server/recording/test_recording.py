@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from deft_client.datasets.formats import find_parts
-from deft_client.recordings import Ending, RecordedStep, find_episodes, read_header
-from deft_client.types import ActionChunk, ActOptions, Observation
-from deft_client.wire.images import ImageEncoding
+from deft_core.datasets.formats import find_parts
+from deft_core.recordings import Ending, RecordedStep, find_episodes, read_header
+from deft_core.types import ActionChunk, ActOptions, Observation
+from deft_core.wire.images import ImageEncoding
 from deft_policies.constant import ConstantPolicy
 from deft_server.recording.files import EpisodeFiles, SessionKey, open_file
 from deft_server.recording.writer import MAX_WAITING_BYTES, SessionRecording

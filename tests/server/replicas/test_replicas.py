@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from deft_client.types import ActOptions
+from deft_core.types import ActOptions
 from deft_policies.base import ActAnswer, ActRequest, Policy
 from deft_policies.constant import ConstantPolicy
 from deft_policies.errors import DeviceError, RequestError, UnknownStatisticsKeyError

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from deft_client.types import ActOptions
+from deft_core.types import ActOptions
 from deft_server.serving.request import Request
 from deft_server.serving.sessions import RobotSession
 from tests.standins.policies import frame

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from starlette.testclient import WebSocketDenialResponse
 from starlette.websockets import WebSocketDisconnect
 
-from deft_client.types import ActOptions
+from deft_core.types import ActOptions
 from deft_policies.constant import ConstantPolicy
 from deft_server.app import create_app
 from deft_server.commands import key as new_key

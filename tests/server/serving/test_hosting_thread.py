@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deft_client.types import ActionChunk, ActOptions, Observation
+from deft_core.types import ActionChunk, ActOptions, Observation
 from deft_policies.base import Policy
 from deft_policies.errors import DeviceError, RequestError, UnknownStatisticsKeyError
 from deft_policies.progress import doing

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, strategies
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from deft_client.types import ActionChunk, DecodeTrace, PassTrace, StageTimings
+from deft_core.types import ActionChunk, DecodeTrace, PassTrace, StageTimings
 from deft_server.errors import DeadlineError
 from deft_server.serving.metrics import MAX_KEYS, OTHER_KEYS, Metrics
 from tests.server.serving.queued import queued

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings, strategies
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from deft_client.types import ActOptions
+from deft_core.types import ActOptions
 from deft_policies.base import ActAnswer, Policy
 from deft_policies.errors import DeviceError, RequestError
 from deft_policies.memory import SessionMemory

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deft_client.types import ActionChunk, ActOptions, Intervention
+from deft_core.types import ActionChunk, ActOptions, Intervention
 from deft_policies.base import ActRequest
 from deft_policies.errors import DeviceError
 from deft_server.errors import (

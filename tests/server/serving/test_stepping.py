@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from deft_client.types import ActionChunk, ActOptions
+from deft_core.types import ActionChunk, ActOptions
 from deft_server.errors import DeadlineError, NotReadyError
 from deft_server.serving.service import Service
 from tests.server.serving.test_service import on_a_loop, started

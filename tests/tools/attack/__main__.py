@@ -25,10 +25,10 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from deft_client.types import ActOptions, Observation
-from deft_client.wire import msgpack_codec
-from deft_client.wire.images import ImageEncoding
-from deft_client.wire.messages import ActMessage
+from deft_core.types import ActOptions, Observation
+from deft_core.wire import msgpack_codec
+from deft_core.wire.images import ImageEncoding
+from deft_core.wire.messages import ActMessage
 from scripts.local_server import local_server, port_of, read_metric
 from tests.server.nginx import nginx_before
 from tests.tools.attack.floods import FLOODS, PROXY_FLOODS, TLS_FLOODS, run_flood

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from deft_client.image_chain import ImageChain
+from deft_core.image_chain import ImageChain
 from deft_policies.checkpoint.config import EXTREMES, QUANTILES, parse_statistics
 from deft_policies.checkpoint.open import Checkpoint, CheckpointSource, open_source
 from deft_policies.errors import CheckpointError

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from deft_client.types import DecodeTrace, Observation, PassTrace
+from deft_core.types import DecodeTrace, Observation, PassTrace
 from deft_policies.decoding.clock import Stage, StageClock
 from deft_policies.decoding.sequence import AnswerSpec
 from deft_policies.errors import NotFiniteError, RequestError

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deft_client.peers.conventions import ARM_DIMENSIONS, Gripper
-from deft_client.types import Image, Observation
+from deft_core.peers.conventions import ARM_DIMENSIONS, Gripper
+from deft_core.types import Image, Observation
 from deft_policies.base import ActionLimits
 from deft_policies.decoding.clock import Stage, StageClock
 from deft_policies.decoding.sampling import first_maximum

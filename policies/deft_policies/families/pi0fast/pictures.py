@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from deft_client.types import Image
+from deft_core.types import Image
 
 SIDE = 224
 

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image as PillowImage
 
-from deft_client.types import Image, Observation
+from deft_core.types import Image, Observation
 from deft_policies.decoding.clock import Stage, StageClock
 from deft_policies.decoding.sequence import AnswerSpec
 from deft_policies.decoding.target import Grammar, Prompt, Target

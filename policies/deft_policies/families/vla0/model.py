@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from deft_client.peers.conventions import Gripper
-from deft_client.types import Observation
+from deft_core.peers.conventions import Gripper
+from deft_core.types import Observation
 from deft_policies.decoding.acceptance.numbers import END, SPACE
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
 from deft_policies.decoding.clock import Stage, StageClock

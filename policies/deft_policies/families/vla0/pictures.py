@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from deft_client.types import Image
+from deft_core.types import Image
 from deft_policies.families.vla0.run_folder import RunFolder
 from deft_policies.model.qwen_vision import FRAMES, MERGE, PATCH
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.libero.errors import SimulationError
-from deft_client.libero.simulator.assets import libero_folder
-from deft_client.libero.simulator.environment import LiberoEnvironment
-from deft_client.libero.simulator.scene import Goal, Pose, Scene, Vector
-from deft_client.libero.simulator.suites import Task
+from deft_libero.errors import SimulationError
+from deft_libero.simulator.assets import libero_folder
+from deft_libero.simulator.environment import LiberoEnvironment
+from deft_libero.simulator.scene import Goal, Pose, Scene, Vector
+from deft_libero.simulator.suites import Task
 from tiny_libero_recipe.expert.fixtures import Handle, PullDrawer, PushPlate, PushShut, TurnKnob
 from tiny_libero_recipe.expert.geometry import build_clouds, pinch
 from tiny_libero_recipe.expert.grasps import GraspFinder, category

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deft_client.libero.simulator.scene import Scene, Vector
+from deft_libero.simulator.scene import Scene, Vector
 from tiny_libero_recipe.expert.geometry import TIP, Points
 from tiny_libero_recipe.expert.motion import UP, Aim, downward, pointing, turn_to
 from tiny_libero_recipe.expert.pick import Intent, Phase, funnel

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.libero.simulator.scene import Box, Pose, Scene, Vector
+from deft_libero.simulator.scene import Box, Pose, Scene, Vector
 
 Points = NDArray[np.float64]  # [point, 3]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from deft_client.libero.simulator.scene import Pose, Scene, Vector
+from deft_libero.simulator.scene import Pose, Scene, Vector
 from tiny_libero_recipe.expert.geometry import TIP, Cloud, Points, hits_around, hits_hand, in_frame
 from tiny_libero_recipe.expert.motion import downward
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.libero.simulator.conventions import CLOSE, OPEN
-from deft_client.libero.simulator.scene import Pose, Scene, Vector
+from deft_libero.simulator.conventions import CLOSE, OPEN
+from deft_libero.simulator.scene import Pose, Scene, Vector
 
 _MOTIONS = 6
 

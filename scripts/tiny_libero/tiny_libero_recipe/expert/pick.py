@@ -11,7 +11,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_client.libero.simulator.scene import Pose, Scene, Vector
+from deft_libero.simulator.scene import Pose, Scene, Vector
 from tiny_libero_recipe.expert.geometry import TIP, Points, in_frame, pinch, tallest_on_way
 from tiny_libero_recipe.expert.grasps import Grasp, GraspFinder
 from tiny_libero_recipe.expert.motion import UP, Aim, downward, tipped, yaw_error

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from deft_client.types import ActOptions
+from deft_core.types import ActOptions
 from deft_policies.decoding.accept import accept, judge
 from deft_policies.decoding.acceptance.numbers import (
     END,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from deft_client.types import DecodeTrace
+from deft_core.types import DecodeTrace
 from deft_policies.checkpoint.drafts import load_head
 from deft_policies.decoding import kinds
 from deft_policies.decoding.drafts.heads import EagleDrafts

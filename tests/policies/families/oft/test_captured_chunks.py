@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from deft_client.image_chain import ImageChain
-from deft_client.types import ActOptions, Observation
+from deft_core.image_chain import ImageChain
+from deft_core.types import ActOptions, Observation
 from deft_policies.base import ActRequest
 from deft_policies.families.loading import load_policy
 from deft_policies.families.oft.model import ChunkParts, Oft

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from deft_client.image_chain import ImageChain
-from deft_client.types import ActionChunk, ActOptions
+from deft_core.image_chain import ImageChain
+from deft_core.types import ActionChunk, ActOptions
 from deft_policies.base import ActRequest
 from deft_policies.checkpoint.config import EXTREMES, QUANTILES, parse_statistics
 from deft_policies.checkpoint.fields import JsonFields

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from deft_client.types import ActOptions, Observation
+from deft_core.types import ActOptions, Observation
 from deft_policies.base import ActRequest, LimitedPolicy, Verdict
 from deft_policies.checkpoint.open import locate_checkpoint
 from deft_policies.checkpoint.tensor_file import read_tensors

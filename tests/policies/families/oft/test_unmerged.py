@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from deft_client.image_chain import ImageChain
-from deft_client.types import ActOptions
+from deft_core.image_chain import ImageChain
+from deft_core.types import ActOptions
 from deft_policies.base import ActRequest
 from deft_policies.checkpoint.open import load_model
 from deft_policies.errors import CheckpointError

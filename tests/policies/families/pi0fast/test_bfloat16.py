@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from deft_client.types import ActOptions
+from deft_core.types import ActOptions
 from deft_policies.base import ActRequest
 from deft_policies.families.loading import load_policy
 from deft_policies.memory import SessionMemory

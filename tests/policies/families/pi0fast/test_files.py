@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch as torch_files
 import torch
 
-from deft_client.types import ActOptions
+from deft_core.types import ActOptions
 from deft_policies.base import ActRequest
 from deft_policies.families.loading import load_policy
 from deft_policies.families.pi0fast.files import Pi0FastFiles, read_files

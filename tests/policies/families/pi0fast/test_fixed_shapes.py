@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from deft_client.types import ActOptions
+from deft_core.types import ActOptions
 from deft_policies.base import ActRequest
 from deft_policies.families.loading import open_model
 from deft_policies.families.pi0fast.family import Pi0FastFamily

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from deft_client.types import ActOptions, Observation
+from deft_core.types import ActOptions, Observation
 from deft_policies.base import ActRequest
 from deft_policies.decoding.clock import StageClock
 from deft_policies.errors import RequestError

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from deft_client.types import ActOptions, Observation
+from deft_core.types import ActOptions, Observation
 from deft_policies.base import ActRequest, Verdict
 from deft_policies.commands import act
 from deft_policies.commands.act import Case, answer_cases

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from deft_client.types import Observation
+from deft_core.types import Observation
 from deft_policies.base import ActRequest
 from deft_policies.benchmark.transformers_loops import QwenLoop, QwenPolicy, build_qwen
 from deft_policies.decoding.clock import StageClock

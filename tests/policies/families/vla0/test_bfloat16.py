@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from deft_client.types import ActOptions, Observation
+from deft_core.types import ActOptions, Observation
 from deft_policies.base import ActRequest
 from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions

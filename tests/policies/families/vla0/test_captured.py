@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deft_client.types import ActOptions, Observation
+from deft_core.types import ActOptions, Observation
 from deft_policies.base import ActRequest
 from deft_policies.decoding.captured import shapes_of
 from deft_policies.families.loading import open_model

@@ -1,0 +1,1 @@
+"""What robots, servers and evaluations share: types, the wire, files, conventions. No torch."""

@@ -1,0 +1,1 @@
+"""LIBERO as an evaluation of policies: the simulator, episodes, results and their report."""

@@ -1,0 +1,218 @@
+"""JSON messages: the same content as msgpack, and the same refusals."""
+
+import base64
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies
+
+from deft_core.errors import (
+    MalformedMessageError,
+    MessageTooLargeError,
+    Problem,
+    UnusableValueError,
+    WireError,
+)
+from deft_core.types import ServerInfo
+from deft_core.wire import json_codec
+from deft_core.wire.fields import DEFAULT_LIMITS, WireLimits
+from deft_core.wire.images import ImageEncoding
+from tests.core.samples import assert_same_answer, assert_same_message, full_answer, full_message
+
+pytestmark = pytest.mark.promise
+
+PIXELS = {
+    "encoding": "raw",
+    "dtype": "uint8",
+    "shape": [1, 2, 3],
+    "data": base64.b64encode(bytes(range(6))).decode(),
+}
+INFO = ServerInfo(
+    policy="tiny",
+    action_dim=7,
+    chunk_length=1,
+    statistics_keys=("a", "b"),
+    default_statistics_key=None,
+    image_height=224,
+    image_width=224,
+    image_chain="libero",
+    image_chains=("libero", "none"),
+    decoding="lossless",
+    decoding_methods=("lossless", "autoregressive"),
+    instructions=("lift the cup", "fold the towel, then put it into the basket" * 4),
+    held_out={"libero_object": "30-39"},
+    versions={"deft-vla": "0.1.0"},
+    details={"device": "cpu"},
+)
+
+
+def request(**changes: object) -> bytes:
+    return json.dumps({"image": PIXELS, "instruction": "lift the cup", **changes}).encode()
+
+
+def refusal(data: bytes, limits: WireLimits = DEFAULT_LIMITS) -> WireError:
+    with pytest.raises(WireError) as caught:
+        json_codec.decode_request(data, limits)
+    return caught.value
+
+
+@pytest.mark.parametrize("encoding", [ImageEncoding.RAW, ImageEncoding.PNG])
+def test_a_request_arrives_as_it_was_sent(encoding):
+    sent = full_message()
+    received = json_codec.decode_request(json_codec.encode_request(sent, encoding))
+    assert_same_message(sent, received)
+
+
+def test_an_answer_arrives_bit_for_bit():
+    sent = full_answer()
+    assert_same_answer(sent, json_codec.decode_answer(json_codec.encode_answer(sent)))
+
+
+def test_the_actions_of_an_answer_are_plain_lists():
+    answer = json.loads(json_codec.encode_answer(full_answer()))
+    assert answer["actions"] == full_answer().actions.tolist()
+    assert answer["timings"] == {"wire_ms": 0.5, "total_ms": 12.25}
+
+
+def test_images_are_base64_and_states_may_be_lists():
+    received = json_codec.decode_request(request(state=[1, 2.5], cameras={"wrist": PIXELS}))
+    for image in (received.observation.image, received.observation.cameras["wrist"]):
+        np.testing.assert_array_equal(image, np.arange(6).reshape(1, 2, 3))
+    np.testing.assert_array_equal(received.observation.state, np.array([1, 2.5], np.float32))
+
+
+def test_what_a_server_says_about_itself_arrives_whole():
+    assert json_codec.decode_info(json_codec.encode_info(INFO)) == INFO
+
+
+def test_fields_of_a_later_server_are_passed_over():
+    later = {**json.loads(json_codec.encode_info(INFO)), "colour": "blue"}
+    assert json_codec.decode_info(json.dumps(later).encode()) == INFO
+
+
+def test_a_reset_names_its_session():
+    assert json_codec.decode_reset(json_codec.encode_reset("robot-1")) == "robot-1"
+    with pytest.raises(MalformedMessageError, match="session_id"):
+        json_codec.decode_reset(b"{}")
+
+
+@pytest.mark.parametrize(
+    ("data", "field"),
+    [
+        (b"", "body"),
+        (b"{", "body"),
+        (b"\xff\xfe", "body"),
+        (b"[" * 5000, "body"),
+        (b'{"radius": ' + b"9" * 5000 + b"}", "body"),
+        (b'{"v": 1, "v": 1}', "body"),
+        (b"[]", "body"),
+        (b"null", "body"),
+        (json.dumps({"image": PIXELS}).encode(), "instruction"),
+        (request(colour="blue"), "colour"),
+    ],
+)
+def test_what_is_not_a_message_is_malformed(data, field):
+    error = refusal(data)
+    assert isinstance(error, MalformedMessageError)
+    assert error.field == field
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"image": {"encoding": "png", "data": "not base64!"}}, "image.data"),
+        ({"image": {"encoding": "png", "data": "ü"}}, "image.data"),
+        ({"image": {"dtype": "uint8", "shape": [1, 1, 3], "data": 5}}, "image.data"),
+        ({"state": ["1", "2"]}, "state"),
+        ({"state": [True]}, "state"),
+        ({"state": [[1], [2, 3]]}, "state"),
+        ({"state": [[1, 2]]}, "state"),
+        ({"state": [1e39]}, "state"),
+        ({"state": [10**400]}, "state"),
+        ({"state": [float("nan")]}, "state"),
+        ({"state": [float("-inf")]}, "state"),
+        ({"instruction": "\ud800"}, "instruction"),
+    ],
+)
+def test_values_that_cannot_be_used_are_named(changes, field):
+    error = refusal(request(**changes))
+    assert isinstance(error, UnusableValueError)
+    assert error.field == field
+
+
+def test_an_instruction_that_is_not_utf8_is_named():
+    error = refusal(request(instruction="cafX").replace(b"cafX", b"caf\xe9"))
+    assert isinstance(error, UnusableValueError)
+    assert error.field == "instruction"
+
+
+@pytest.mark.parametrize(
+    ("changes", "limits", "field"),
+    [
+        ({}, replace(DEFAULT_LIMITS, max_bytes=20), "body"),
+        ({}, replace(DEFAULT_LIMITS, max_image_pixels=1), "image.shape"),
+        ({"state": [0] * 1025}, DEFAULT_LIMITS, "state"),
+        ({"instruction": "x" * 2**20}, DEFAULT_LIMITS, "instruction"),
+        (
+            {"image": {"dtype": "uint8", "shape": [2**20, 2**20, 3], "data": ""}},
+            DEFAULT_LIMITS,
+            "image.shape",
+        ),
+    ],
+)
+def test_what_is_beyond_a_limit_is_refused(changes, limits, field):
+    error = refusal(request(**changes), limits)
+    assert isinstance(error, MessageTooLargeError)
+    assert error.field == field
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        (b'{"state": [' + b"0," * 131_073 + b"0]}", "131073 entries"),
+        (b'{"state": [' + b"0.5," * 131_070 + b'{"a":0.5}]}', "131073 names or fractions"),
+        (b'{"a":' + b'{"":' * 65_536 + b"}", "65537 lists or maps"),
+    ],
+)
+def test_json_that_takes_long_to_read_is_refused_unread(body: bytes, what: str):
+    """Eight million zeros held the interpreter, and so every answer, for half a second."""
+    with pytest.raises(MessageTooLargeError, match=what):
+        json_codec.decode_request(body)
+
+
+def test_a_picture_as_lists_of_numbers_is_refused_by_its_name():
+    """It takes fifty times its size in memory, and seconds to read."""
+    error = refusal(request(image=[[[0, 0, 0]]]))
+    assert error.field == "image"
+
+
+def test_a_problem_arrives_with_all_its_members():
+    problem = Problem(422, "Unusable value", "state: must be finite", "about:blank", "state", "r-7")
+    assert json_codec.decode_problem(422, json_codec.encode_problem(problem)) == problem
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>Bad gateway</html>", b"[1]", b'{"title": 5}'])
+def test_a_problem_is_made_of_whatever_a_proxy_says(body):
+    problem = json_codec.decode_problem(502, body, retry_after_s=1.5)
+    assert problem.status == 502
+    assert problem.title == "HTTP 502"
+    assert problem.retry_after_s == 1.5
+
+
+def test_a_problem_of_very_many_lists_is_not_read():
+    """1.2 MB of empty lists held up a control loop for 0.4 s."""
+    body = b'{"title":"Busy","more":[' + b"[]," * 100_000 + b"[]]}"
+    problem = json_codec.decode_problem(429, body)
+    assert problem.title == "HTTP 429"
+    assert problem.detail.startswith('{"title":"Busy"')
+
+
+@given(
+    gaps=strategies.lists(strategies.integers(0, 9), max_size=300), tail=strategies.integers(0, 9)
+)
+def test_signs_are_counted_as_the_slow_way_counts_them(gaps: list[int], tail: int):
+    text = "".join("x" * gap + "," for gap in gaps) + "x" * tail
+    assert json_codec.count_of(text, ",") == text.count(",")
+    assert json_codec.count_of(text.encode(), b",") == text.count(",")
