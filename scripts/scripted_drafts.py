@@ -19,11 +19,12 @@ from deft_policies.decoding import kinds
 from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.drafts import Branches, DraftSource, Guesses
 from deft_policies.decoding.drafts.heads import EagleDrafts
-from deft_policies.decoding.engine import DraftModels, Maker
 from deft_policies.decoding.methods import AUTOREGRESSIVE, Method, find_method
 from deft_policies.decoding.plan import Plan, TreeShape
+from deft_policies.decoding.planner import DraftModels, Maker
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.target import Target
+from deft_policies.decoding.warm_up import capture
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy, _Frame
 from deft_policies.model.draft_heads import EagleHead, head_sizes
@@ -207,7 +208,7 @@ class ScriptedPolicy(VlaPolicy):
     def warm_up(self, methods: Sequence[str] | None = None) -> None:
         """Capture passes; the policy that is scripted has captured what it sees with."""
         with self.model.runner.warming_up(), torch.inference_mode():
-            self.engine.capture()
+            capture(self.engine)
 
     def method_for(self, options: ActOptions) -> Method:
         """That of a script, by its name."""

@@ -32,9 +32,10 @@ from deft_draft_training.run_directory import SPLIT_FILE, explained, read_config
 from deft_policies.commands.parse import target_flags
 from deft_policies.decoding import kinds
 from deft_policies.decoding.clock import StageClock
-from deft_policies.decoding.engine import DraftModels, Engine
+from deft_policies.decoding.engine import Engine
 from deft_policies.decoding.methods import Method, find_method
 from deft_policies.decoding.plan import TreeShape
+from deft_policies.decoding.planner import DraftModels
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.memory import SessionMemory

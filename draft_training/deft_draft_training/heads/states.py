@@ -16,9 +16,10 @@ from deft_core.types import ActOptions, Observation
 from deft_draft_training.errors import ConfigError
 from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.drafts import Guesses, ModelSource
-from deft_policies.decoding.engine import DraftModels, Engine
+from deft_policies.decoding.engine import Engine
 from deft_policies.decoding.methods import AUTOREGRESSIVE, find_method
 from deft_policies.decoding.plan import Plan
+from deft_policies.decoding.planner import DraftModels
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.target import Prompt, Target
 from deft_policies.errors import PolicyError

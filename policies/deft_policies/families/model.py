@@ -18,7 +18,7 @@ from deft_core.image_chain import ImageChain
 from deft_core.types import DecodeTrace, Image, Observation
 from deft_policies.base import ActionLimits
 from deft_policies.decoding.clock import StageClock
-from deft_policies.decoding.engine import WIDEST
+from deft_policies.decoding.planner import WIDEST
 from deft_policies.decoding.sequence import AnswerSpec
 from deft_policies.decoding.target import Prompt, Target
 from deft_policies.errors import RequestError

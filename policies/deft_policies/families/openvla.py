@@ -16,8 +16,8 @@ from deft_policies.checkpoint.open import Checkpoint, CheckpointSource, open_sou
 from deft_policies.decoding.captured import Layout, shapes_of
 from deft_policies.decoding.clock import Stage, StageClock
 from deft_policies.decoding.drafts import captured_block, captured_head
-from deft_policies.decoding.engine import WIDEST
 from deft_policies.decoding.plan import MOST_LEVELS
+from deft_policies.decoding.planner import WIDEST
 from deft_policies.decoding.sequence import AnswerSpec
 from deft_policies.decoding.target import Prompt, Target
 from deft_policies.errors import CheckpointError

@@ -25,7 +25,7 @@ from deft_core.types import (
 from deft_policies.base import ActAnswer, ActionLimits, ActRequest, Running
 from deft_policies.decoding.acceptance.rule import ActionSpace
 from deft_policies.decoding.clock import Stage, StageClock
-from deft_policies.decoding.engine import DraftModels, Engine
+from deft_policies.decoding.engine import Engine
 from deft_policies.decoding.methods import (
     AUTOREGRESSIVE,
     DEFAULT_METHOD,
@@ -34,9 +34,11 @@ from deft_policies.decoding.methods import (
     find_method,
     method_names,
 )
+from deft_policies.decoding.planner import DraftModels
 from deft_policies.decoding.sequence import AnswerSpec
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.target import Prompt
+from deft_policies.decoding.warm_up import capture, warm_up
 from deft_policies.errors import (
     DeviceError,
     NoActionError,
@@ -126,7 +128,9 @@ class VlaPolicy:
             details["dtype chosen"] = self.reason_for_dtype
         if self._token_models:
             details |= self.method.described()
-            details |= {f"guard, {name}": why for name, why in self.engine.decisions.items()}
+            details |= {
+                f"guard, {name}": why for name, why in self.engine.planner.decisions.items()
+            }
         longest = self._models[-1].specs[self._any_key]
         return ServerInfo(
             policy=options.name or model.family,
@@ -197,7 +201,7 @@ class VlaPolicy:
         if isinstance(self.model, TokenModel):
             key = self.find_key(options.statistics_key or self._any_key)
             spec = _spec(self.model_for(options), key, options)
-            self.engine.check(Answer(self.method_for(options), spec))
+            self.engine.planner.check(Answer(self.method_for(options), spec))
             return
         if options.decoding not in (None, self._default_method):
             raise UnknownDecodingError(options.decoding, (self._default_method,))
@@ -219,7 +223,7 @@ class VlaPolicy:
             doing("capturing passes")
             model.capture()
             if self._token_models:
-                self.engine.capture()
+                capture(self.engine)
             for way in self._token_models:
                 spec = _spec(way, self._any_key, self._tested(way))
                 prompt = self._blank_prompt(way)
@@ -228,7 +232,7 @@ class VlaPolicy:
                 names = [name for name in dict.fromkeys(every) if self.has_method(name)]
                 for number, name in enumerate(names):
                     doing(f"measuring the plans of {name}, {number + 1} of {len(names)} methods")
-                    self.engine.warm_up(prompt, self.method_for(ActOptions(decoding=name)), spec)
+                    warm_up(self.engine, prompt, self.method_for(ActOptions(decoding=name)), spec)
         doing("answering known frames as a test")
         limits = self.action_limits(self._any_key)
         for one in self._models:

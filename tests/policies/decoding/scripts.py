@@ -10,8 +10,9 @@ from deft_policies.decoding import kinds
 from deft_policies.decoding.acceptance.rule import ActionSpace
 from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.drafts import Branches, DraftSource, Guesses
-from deft_policies.decoding.engine import DraftModels, Engine, Maker
+from deft_policies.decoding.engine import Engine
 from deft_policies.decoding.methods import Method, find_method, presets
+from deft_policies.decoding.planner import DraftModels, Maker
 from deft_policies.decoding.sequence import AnswerSpec
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.target import PassRow, Prompt, Scores, Target
@@ -166,7 +167,7 @@ class Decoding:
         given = {**vars(models), "scripted": scripted}
         self.engine = Engine(target, ScriptedModels(**given) if scripted else models)  # type: ignore[arg-type]
         self.method = method
-        self.engine.plans(method)
+        self.engine.planner.plans(method)
 
     def decode(
         self,

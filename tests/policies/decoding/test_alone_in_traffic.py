@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
-from deft_policies.decoding.engine import DraftModels, Engine
+from deft_policies.decoding.engine import Engine
 from deft_policies.decoding.methods import Method, find_method
+from deft_policies.decoding.planner import DraftModels
 from deft_policies.decoding.sequence import AnswerSpec
 from deft_policies.decoding.sequence import Sequence as Row
 from deft_policies.decoding.target import Prompt, Target

@@ -25,6 +25,7 @@ from deft_policies.decoding.plan import Plan
 from deft_policies.decoding.sequence import AnswerSpec
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.target import PassRow, Prompt, Scores, Target
+from deft_policies.decoding.warm_up import warm_up
 from deft_policies.errors import RequestError
 from deft_policies.model.kv_cache import KVCache
 from deft_policies.model.llama import LlamaDecoder
@@ -209,9 +210,9 @@ def test_distances_are_refused_by_name_where_answers_have_no_bins() -> None:
     engine = Engine(Target(decoder(), ACTIONS))
     for name in ("deft", "within-bins", "entropy-radius", "heisd-like", "kerv-like", "lvspec"):
         with pytest.raises(RequestError, match=f"{name!r} measures distances"):
-            engine.check(Answer(find_method(name), AnswerSpec(20, STOP)))
+            engine.planner.check(Answer(find_method(name), AnswerSpec(20, STOP)))
     for name in ("lossless", "fly", "top-k", "near-top"):
-        engine.check(Answer(find_method(name), AnswerSpec(20, STOP)))
+        engine.planner.check(Answer(find_method(name), AnswerSpec(20, STOP)))
 
 
 class Near(Scripted):
@@ -310,7 +311,7 @@ def test_actions_of_two_lengths_are_guarded_apart() -> None:
     method, engine = find_method("lossless"), Engine(Target(decoder(), ACTIONS))
     specs = [AnswerSpec.action(ActionSpace.in_bins(length)) for length in (4, 9)]
     with torch.inference_mode():
-        engine.warm_up(prompt(3, 0), method, specs[0])
+        warm_up(engine, prompt(3, 0), method, specs[0])
         rows = [row_of(method, 3, 0, spec, 0) for spec in specs]
         engine.decode([prompt(3, 0)] * 2, rows, clock())
     assert [len(row.tokens) for row in rows] == [4, 9]

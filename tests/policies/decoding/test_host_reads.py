@@ -16,9 +16,10 @@ from deft_policies.decoding import kinds
 from deft_policies.decoding.acceptance.rule import ActionSpace, DeviceRule, TreeRule
 from deft_policies.decoding.drafts import heads
 from deft_policies.decoding.drafts.growth import Grown
-from deft_policies.decoding.engine import DraftModels, Engine
+from deft_policies.decoding.engine import Engine
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import Plan, TreeShape
+from deft_policies.decoding.planner import DraftModels
 from deft_policies.decoding.read import Reading
 from deft_policies.decoding.sequence import AnswerSpec, Found
 from deft_policies.decoding.sequence import Sequence as Answer

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from deft_policies.decoding import engine as engines
 from deft_policies.decoding import kinds
 from deft_policies.decoding.accept import accept
-from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.kinds import OUR_KINDS
 from deft_policies.decoding.methods import Method, find_method
 from deft_policies.decoding.plan import Plan, TreeShape
+from deft_policies.decoding.planner import DraftModels
 from deft_policies.decoding.sequence import Found
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.target import PassRow, Prompt, Scores, Target

@@ -8,9 +8,9 @@ import torch
 from deft_policies.decoding import kinds
 from deft_policies.decoding.accept import accept
 from deft_policies.decoding.acceptance.rule import ActionSpace
-from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.methods import Method, find_method
 from deft_policies.decoding.plan import TreeShape
+from deft_policies.decoding.planner import DraftModels
 from deft_policies.decoding.read import draw_tokens
 from deft_policies.decoding.sampling import (
     ANSWER,

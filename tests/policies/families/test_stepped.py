@@ -12,7 +12,7 @@ from deft_core.image_chain import ImageChain
 from deft_core.types import ActOptions
 from deft_policies.base import ActRequest, Running, SteppedPolicy
 from deft_policies.decoding.drafts import DraftSource
-from deft_policies.decoding.engine import DraftModels, Maker
+from deft_policies.decoding.planner import DraftModels, Maker
 from deft_policies.decoding.target import PassRow, Scores, Target
 from deft_policies.errors import NotFiniteError, RequestError
 from deft_policies.families.openvla import OpenVLA, VlaTarget

@@ -11,9 +11,9 @@ from deft_core.types import DecodeTrace
 from deft_policies.checkpoint.drafts import load_head
 from deft_policies.decoding import kinds
 from deft_policies.decoding.drafts.heads import EagleDrafts
-from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.methods import Method, find_method
 from deft_policies.decoding.plan import Plan, RopeOffset, TreeShape
+from deft_policies.decoding.planner import DraftModels
 from deft_policies.decoding.sequence import LastPass
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.target import Prompt, ancestors_of

@@ -10,9 +10,9 @@ from torch import Tensor
 from deft_policies.decoding import kinds
 from deft_policies.decoding.drafts import Guesses
 from deft_policies.decoding.drafts.small_model import SmallModelDrafts, with_fewer_patches
-from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.methods import apply_knobs, find_method
 from deft_policies.decoding.plan import Plan, TreeShape
+from deft_policies.decoding.planner import DraftModels
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.target import (
     PassRow,

@@ -102,7 +102,7 @@ def test_lossless_writes_sessions_in_few_passes(name: str) -> None:
 def test_a_guarded_answer_takes_few_passes_where_narrow_ones_pay(name: str) -> None:
     """Passes are narrow, in the prefill, too, until old numbers stand one after the other."""
     policy = load_policy(ModelOptions(checkpoint=str(GOLDEN / name), decoding="lossless"))
-    policy.engine.text_width = 8  # as a warm-up would find
+    policy.engine.planner.text_width = 8  # as a warm-up would find
     num_passes, widths = [], []
     for session in variant(name)["sessions"]:
         memory = SessionMemory()
