@@ -76,6 +76,11 @@ def page_of(name: str, module: ModuleType) -> str:
         lines = [f"- {_describe_plan(plan)}" for plan in some]
         first = f"`plans={key}`" + (", the first whose sources are there" if len(some) > 1 else "")
         parts.append("\n".join([f"{first}:", "", *lines]))
+    if options := getattr(module, "OPTIONS", {}):
+        knobs = ", ".join(f"`{one}`" for one in options)
+        parts.append(
+            f"Its sources also read {knobs}: see [methods as text](../decoding.md#methods-as-text)."
+        )
     path = f"policies/deft_policies/methods/{name}.py"
     parts.append(f"*Written by `python -m scripts.method_pages` from [{name}.py](../../{path}).*")
     return "\n\n".join(parts) + "\n"

@@ -19,17 +19,18 @@ from deft_policies.decoding import kinds
 from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.drafts import Branches, DraftSource, Guesses
 from deft_policies.decoding.drafts.heads import EagleDrafts
-from deft_policies.decoding.engine import DraftModels, Maker
 from deft_policies.decoding.methods import AUTOREGRESSIVE, Method, find_method
-from deft_policies.decoding.plan import Loop, Plan, TreeShape
+from deft_policies.decoding.plan import Plan, TreeShape
+from deft_policies.decoding.planner import DraftModels, Maker
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.target import Target
+from deft_policies.decoding.warm_up import capture
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy, _Frame
 from deft_policies.model.draft_heads import EagleHead, head_sizes
 from deft_policies.model.sizes import TokenRange
 from deft_policies.model.vla import VlaNetwork
-from scripts.reproduce.published import fit_acceptance
+from scripts.reproduce.published import PUBLISHED_BEHIND, fit_acceptance
 
 _ACTION_LENGTH = 7
 _HEAD_LEVELS = 5
@@ -50,7 +51,7 @@ class Script:
     num_chains: int = 0  # riding in the prefill
     goes_on: bool = True  # whether chains also draft behind the prefill
     chances: tuple[float, ...] = ()  # of tokens 2 to 7 on the head's path; empty: no head
-    loop: Loop = Loop.LEAN
+    is_published: bool = False  # whether they are judged in Spec-VLA's own loop
     chain: int | None = None  # levels of a head that grows one branch; None: a whole tree
 
     @staticmethod
@@ -62,15 +63,16 @@ class Script:
     @staticmethod
     def of_published(name: str, shares: Sequence[float]) -> "Script":
         """A head in the published loop whose passes accept 0..5 drafts with these shares."""
-        chances, _ = fit_acceptance(shares, Loop.PUBLISHED)
-        return Script(name, chances=chances, loop=Loop.PUBLISHED)
+        chances, _ = fit_acceptance(shares, PUBLISHED_BEHIND)
+        return Script(name, chances=chances, is_published=True)
 
     @staticmethod
     def like(name: str, method: Method, chances: Sequence[float]) -> "Script":
         """Drafts as a method's first plan makes them; `chances` are of tokens 1 to 7."""
         plan = method.plans[0]
         if kinds.HEAD in plan.rounds:
-            return Script(name, chances=tuple(chances[1:]), loop=method.loop)
+            is_published = method.rule.tokens_behind == PUBLISHED_BEHIND
+            return Script(name, chances=tuple(chances[1:]), is_published=is_published)
         return Script(name, tuple(chances), num_chains=1, goes_on=bool(plan.rounds))
 
     @property
@@ -79,17 +81,14 @@ class Script:
         riders = (_SCRIPTED,) if self.num_chains else ()
         behind = riders if self.goes_on else ()
         rounds = (kinds.HEAD,) if self.chances else behind
-        shape = TreeShape(_HEAD_LEVELS, 8, 49, is_full_depth=self.loop is Loop.PUBLISHED)
+        shape = TreeShape(_HEAD_LEVELS, 8, 49, is_full_depth=self.is_published)
         if self.chain is not None:
             shape = TreeShape.chain(self.chain)
         plan = Plan(self.name, riders, rounds, shape)
-        return replace(
-            find_method("lossless"),
-            name=self.name,
-            plans=(plan,),
-            is_guarded=False,
-            loop=self.loop,
-        )
+        method = find_method("lossless:guard=off")
+        if self.is_published:
+            method = replace(method, rule=find_method("spec-vla-published:radius=0").rule)
+        return replace(method, name=self.name, plans=(plan,))
 
 
 class Dice:
@@ -199,7 +198,7 @@ class ScriptedPolicy(VlaPolicy):
         """The first script is the default; `answers` are by the identity of the observation."""
         model = policy.token_model
         self._scripts, self._answers = {one.name: one for one in scripts}, answers
-        num_tokens = max(form.max_tokens for form in model.forms.values())
+        num_tokens = max(spec.max_tokens for spec in model.specs.values())
         self._coins = {one.name: _Coins(one, num_tokens) for one in scripts}
         has_head = any(one.chances for one in scripts)
         models = ScriptedModels(head=random_head(model.network) if has_head else None)
@@ -209,7 +208,7 @@ class ScriptedPolicy(VlaPolicy):
     def warm_up(self, methods: Sequence[str] | None = None) -> None:
         """Capture passes; the policy that is scripted has captured what it sees with."""
         with self.model.runner.warming_up(), torch.inference_mode():
-            self.engine.capture()
+            capture(self.engine)
 
     def method_for(self, options: ActOptions) -> Method:
         """That of a script, by its name."""
@@ -219,10 +218,10 @@ class ScriptedPolicy(VlaPolicy):
     def _frame(self, request: ActRequest, clock: StageClock) -> _Frame:
         """Tell the drafts what is right."""
         frame = super()._frame(request, clock)
-        if frame.row is not None and frame.row.method.name in self._coins:
-            coins, target = self._coins[frame.row.method.name], self.engine.target
+        if frame.sequence is not None and frame.sequence.method.name in self._coins:
+            coins, target = self._coins[frame.sequence.method.name], self.engine.target
             tokens = self._answers[id(request.observation)]
-            frame.row.notes[_SCRIPTED] = coins.throw(tokens, target.action_tokens)
+            frame.sequence.notes[_SCRIPTED] = coins.throw(tokens, target.action_tokens)
         return frame
 
 

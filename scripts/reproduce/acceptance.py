@@ -33,7 +33,7 @@ def measured_chances(text: str) -> tuple[float, ...]:
     plan = method.plans[0]
     levels = plan.shape.levels if kinds.HEAD in plan.rounds else ACTION_LENGTH
     answers = [one for record in run.records for one in record.answers]
-    return chances(answers, levels, ACTION_LENGTH + method.loop.num_behind)
+    return chances(answers, levels, ACTION_LENGTH + method.rule.tokens_behind)
 
 
 @lru_cache(maxsize=1)

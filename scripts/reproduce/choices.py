@@ -38,7 +38,7 @@ def record_choices(policy: VlaPolicy, frames: FrameSet, out: Path) -> None:
     """Write a line for every episode, unless they are there; nothing of a policy that thinks."""
     model = policy.model
     assert isinstance(model, TokenModel)
-    if model.forms[policy.find_key(None)].stop is not None:
+    if model.specs[policy.find_key(None)].stop is not None:
         return
     header = {"frames": frames.label, "weights": policy.digests.get(WEIGHTS, "not recorded")}
     if (out / FILE).exists():
@@ -58,11 +58,11 @@ def record_choices(policy: VlaPolicy, frames: FrameSet, out: Path) -> None:
 def _choices(policy: VlaPolicy, model: TokenModel, seen: Observation) -> list[list[float]]:
     """Of each number: the likeliest and the second bin, the odds of the first, entropy in bits."""
     target = model.target
-    form = model.forms[policy.find_key(None)]
+    spec = model.specs[policy.find_key(None)]
     bins = target.action_tokens.first
     with torch.inference_mode():
         (prompt,) = model.see([seen], StageClock(model.device))
-        logits = torch.stack(target.logits_along(prompt, form.max_tokens))
+        logits = torch.stack(target.logits_along(prompt, spec.max_tokens))
         odds = torch.softmax(logits[:, bins : bins + len(target.action_tokens)].double(), dim=1)
     best = odds.topk(2, dim=1)
     bits = torch.special.entr(odds).sum(dim=1) / np.log(2)

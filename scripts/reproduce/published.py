@@ -10,10 +10,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.plan import Loop
-
 ACTION_LENGTH = 7
 LEVELS = 5
+PUBLISHED_BEHIND = 1  # tokens that the published loop decodes behind an action
 # Table 2, strict rows: share of passes by accepted length 0..5.
 PUBLISHED_SHARES: Mapping[str, tuple[float, ...]] = MappingProxyType(
     {
@@ -28,17 +27,18 @@ RELAXED_GOAL = (0.2301, 0.1898, 0.3999, 0.1541, 0.0253, 0.0008)
 _PER_CENT_SQUARED = 1e4  # so that the fit does not end at once, with losses near zero
 
 
-def predicted_shares(chances: Sequence[float], loop: Loop) -> tuple[float, ...]:
+def predicted_shares(chances: Sequence[float], num_behind: int) -> tuple[float, ...]:
     """Share of checked passes that accept 0..5 drafts, where a draft of token t stands by chance.
 
-    `chances` are those of tokens 2 to 7, of drafts whose path has stood so far.
+    `chances` are those of tokens 2 to 7, of drafts whose path has stood so far; `num_behind` tokens
+    are decoded behind an action.
     """
-    shares: list[float] = _shares(torch.tensor(chances, dtype=torch.float64), loop).tolist()
+    shares: list[float] = _shares(torch.tensor(chances, dtype=torch.float64), num_behind).tolist()
     return tuple(shares)
 
 
-def fit_acceptance(shares: Sequence[float], loop: Loop) -> tuple[tuple[float, ...], float]:
-    """Chances of tokens 2 to 7 under which the loop shows these shares; the largest deviation."""
+def fit_acceptance(shares: Sequence[float], num_behind: int) -> tuple[tuple[float, ...], float]:
+    """Chances of tokens 2 to 7 under which a loop shows these shares; the largest deviation."""
     wanted = torch.tensor(shares, dtype=torch.float64)
     # Unequal at first: from equal chances nothing but rounding would part them.
     start = torch.linspace(0.5, -0.5, ACTION_LENGTH - 1, dtype=torch.float64)
@@ -47,19 +47,19 @@ def fit_acceptance(shares: Sequence[float], loop: Loop) -> tuple[tuple[float, ..
 
     def misfit() -> Tensor:
         optimizer.zero_grad()
-        loss = _PER_CENT_SQUARED * (_shares(logits.sigmoid(), loop) - wanted).square().sum()
+        loss = _PER_CENT_SQUARED * (_shares(logits.sigmoid(), num_behind) - wanted).square().sum()
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
     optimizer.step(misfit)  # type: ignore[no-untyped-call]
     chances = logits.detach().sigmoid()
-    deviation = float((_shares(chances, loop) - wanted).abs().max())
+    deviation = float((_shares(chances, num_behind) - wanted).abs().max())
     return tuple(chances.tolist()), deviation
 
 
-def _shares(chances: Tensor, loop: Loop) -> Tensor:
+def _shares(chances: Tensor, num_behind: int) -> Tensor:
     """Walk over the tokens known before a pass; every pass adds to the histogram."""
-    length = ACTION_LENGTH + loop.num_behind
+    length = ACTION_LENGTH + num_behind
     known = [chances.new_zeros(()) for _ in range(length + 1)]
     known[1] = chances.new_ones(())
     counted = [chances.new_zeros(()) for _ in range(LEVELS + 1)]

@@ -34,7 +34,7 @@ from deft_draft_training.run_directory import SPLIT_FILE, STATE_FILE, RunDirecto
 from deft_draft_training.trainer import FitConfig
 from deft_policies.checkpoint.drafts import HeadLayout
 from deft_policies.decoding import kinds
-from deft_policies.decoding.engine import DraftModels
+from deft_policies.decoding.planner import DraftModels
 from deft_policies.model.formats import Precision
 from tests.demonstrations import write_demonstrations
 from tests.draft_training.golden_target import tiny_target

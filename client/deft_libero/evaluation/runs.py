@@ -40,7 +40,7 @@ _OF_MODEL = (
     *("weights", "device", "processor", "dtype", "quantization", "draft model", "guard"),
     *("head", "film", "state"),
 )
-_OF_METHOD = ("rule", "plans", "small model")
+_OF_METHOD = ("rule", "plans", "options")
 
 
 class Pacing(Enum):

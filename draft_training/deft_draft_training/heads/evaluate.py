@@ -32,9 +32,10 @@ from deft_draft_training.run_directory import SPLIT_FILE, explained, read_config
 from deft_policies.commands.parse import target_flags
 from deft_policies.decoding import kinds
 from deft_policies.decoding.clock import StageClock
-from deft_policies.decoding.engine import DraftModels, Engine
+from deft_policies.decoding.engine import Engine
 from deft_policies.decoding.methods import Method, find_method
 from deft_policies.decoding.plan import TreeShape
+from deft_policies.decoding.planner import DraftModels
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.memory import SessionMemory
@@ -130,8 +131,8 @@ def held_out_frames(
 
 def _method(policy: VlaPolicy, radius: int) -> Method:
     """Drafts within a radius; exact ones where tokens have no distances."""
-    form = policy.token_model.forms[policy.find_key(None)]
-    if form.space is not None and not form.numbers_in_row:
+    spec = policy.token_model.specs[policy.find_key(None)]
+    if spec.space is not None and not spec.numbers_in_row:
         return find_method("within-bins").with_radius(radius)
     if radius:
         raise DataError("answers of this family have no distances between tokens: --radii 0")
@@ -144,9 +145,9 @@ def _decode(
 ) -> Iterator[DecodeTrace]:
     """One episode in order, with the memory that a session would keep."""
     model, memory = policy.token_model, SessionMemory()
-    form = model.forms[policy.find_key(None)]
+    spec = model.specs[policy.find_key(None)]
     for frame in frames:
-        clock, row = StageClock(model.device), Answer(method, form, memory)
+        clock, row = StageClock(model.device), Answer(method, spec, memory)
         engine.decode(model.see([frame], clock), [row], clock)
         memory = row.memory
         assert row.trace is not None

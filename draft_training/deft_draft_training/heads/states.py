@@ -16,9 +16,10 @@ from deft_core.types import ActOptions, Observation
 from deft_draft_training.errors import ConfigError
 from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.drafts import Guesses, ModelSource
-from deft_policies.decoding.engine import DraftModels, Engine
+from deft_policies.decoding.engine import Engine
 from deft_policies.decoding.methods import AUTOREGRESSIVE, find_method
 from deft_policies.decoding.plan import Plan
+from deft_policies.decoding.planner import DraftModels
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.target import Prompt, Target
 from deft_policies.errors import PolicyError
@@ -83,7 +84,7 @@ class StatesRecorder:
         except PolicyError as error:
             raise ConfigError(str(error)) from error
         models = DraftModels(others={self._source.kind: lambda: self._source})
-        longest = max(form.max_tokens for form in model.forms.values())
+        longest = max(spec.max_tokens for spec in model.specs.values())
         self._engine = Engine(target, models, model.widest, longest)
         plan = Plan("states", (), (self._source.kind,))
         self._method = replace(find_method(AUTOREGRESSIVE), plans=(plan,), is_guarded=False)
@@ -93,8 +94,8 @@ class StatesRecorder:
         self, observations: Sequence[Observation], episodes: Sequence[int], dtype: torch.dtype
     ) -> list[StatesSample]:
         """Answers and states of some frames."""
-        clock, form = StageClock(self._model.device), self._model.forms[self._policy.find_key(None)]
-        rows = [Answer(self._method, form) for _ in observations]
+        clock, spec = StageClock(self._model.device), self._model.specs[self._policy.find_key(None)]
+        rows = [Answer(self._method, spec) for _ in observations]
         prompts = self._model.see([self._model.complete(one) for one in observations], clock)
         self._engine.decode(prompts, rows, clock)
         samples = []

@@ -88,7 +88,7 @@ def audit(
     model = reference.model_for(options)
     assert isinstance(model, TokenModel)
     actions = model.target.action_tokens
-    is_text = any(form.stop is not None for form in model.forms.values())
+    is_text = any(spec.stop is not None for spec in model.specs.values())
     for number, frame in enumerate(frames):
         own = _logits(reference, frame, options, None)
         tokens = [int(first_maximum(one)) for one in own]
@@ -198,5 +198,5 @@ def _logits(
     assert isinstance(model, TokenModel)
     with torch.inference_mode():
         (prompt,) = model.see([frame.observation], StageClock(model.device))
-        form = model.forms[policy.find_key(frame.statistics_key)]
-        return model.target.logits_along(prompt, form.max_tokens, given, form.stop)
+        spec = model.specs[policy.find_key(frame.statistics_key)]
+        return model.target.logits_along(prompt, spec.max_tokens, given, spec.stop)

@@ -221,7 +221,7 @@ def pass_costs(
     assert isinstance(model, TokenModel)
     config = _config_of(model)
     prompt = num_ids + config.num_patches
-    length = model.forms[policy.find_key(frame.statistics_key)].max_tokens
+    length = model.specs[policy.find_key(frame.statistics_key)].max_tokens
     if trace is not None:
         length = len(trace.tokens)
     # A trace without passes is another engine's: plain decoding, one token per pass.

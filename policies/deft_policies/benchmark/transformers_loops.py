@@ -97,7 +97,7 @@ class TransformersPolicy:
         request, model, error = batch[0], self._model, None
         clock = StageClock(model.device)
         key = self._ours.find_key(request.options.statistics_key)
-        tokens = self._write(request.observation, model.forms[key], clock)
+        tokens = self._write(request.observation, model.specs[key], clock)
         clock.restart()
         try:
             actions = self._read(key, tokens)
@@ -108,20 +108,20 @@ class TransformersPolicy:
         chunk = ActionChunk(actions, clock.timings(), trace)
         return [ActAnswer(chunk, request.memory, error)]
 
-    def _write(self, observation: Observation, form: AnswerSpec, clock: StageClock) -> list[int]:
+    def _write(self, observation: Observation, spec: AnswerSpec, clock: StageClock) -> list[int]:
         """The tokens of an answer."""
         (prompt,), model = self._model.see([observation], clock), self._model
         if self._loop is BaselineLoop.FORWARD:
-            return self._forward(prompt.embeds[None], form, clock)
+            return self._forward(prompt.embeds[None], spec, clock)
         words = model.encode(observation.instruction)
         self._embedding.patches = prompt.embeds[prompt.patches]
         ids = [*words[: prompt.patches.start], *self._embedding.patch_ids]
-        return self._generate([*ids, *words[prompt.patches.start :]], form, clock)
+        return self._generate([*ids, *words[prompt.patches.start :]], spec, clock)
 
     def _read(self, key: str, tokens: list[int]) -> NDArray[np.float64]:
         return self._model.decode(key, np.array(tokens))
 
-    def _generate(self, ids: list[int], form: AnswerSpec, clock: StageClock) -> list[int]:
+    def _generate(self, ids: list[int], spec: AnswerSpec, clock: StageClock) -> list[int]:
         stage = Stage.PREFILL
 
         def after_each_pass(_: Tensor, scores: Tensor) -> Tensor:
@@ -136,9 +136,9 @@ class TransformersPolicy:
             found = self._llama.generate(  # type: ignore[misc]
                 input_ids=prompt,
                 attention_mask=torch.ones_like(prompt),
-                max_new_tokens=form.max_tokens,
+                max_new_tokens=spec.max_tokens,
                 do_sample=False,
-                eos_token_id=form.stop,
+                eos_token_id=spec.stop,
                 pad_token_id=0,
                 logits_processor=[after_each_pass],  # type: ignore[arg-type]
                 **self._extra,
@@ -147,12 +147,12 @@ class TransformersPolicy:
         clock.record(Stage.VERIFY)
         return tokens
 
-    def _forward(self, embeds: Tensor, form: AnswerSpec, clock: StageClock) -> list[int]:
+    def _forward(self, embeds: Tensor, spec: AnswerSpec, clock: StageClock) -> list[int]:
         output = self._llama(inputs_embeds=embeds, use_cache=True, logits_to_keep=1)
         token = output.logits[:, -1].argmax(dim=-1)
         clock.record(Stage.PREFILL)
         found = [token]
-        while len(found) < form.max_tokens and int(found[-1]) != form.stop:
+        while len(found) < spec.max_tokens and int(found[-1]) != spec.stop:
             output = self._llama(
                 input_ids=token[:, None], past_key_values=output.past_key_values, use_cache=True
             )
@@ -176,7 +176,7 @@ class QwenPolicy(TransformersPolicy):
         self._is_allowed = torch.zeros(config.vocab_size, dtype=torch.bool, device=model.device)
         self._is_allowed[list(config.answer_ids)] = True
 
-    def _write(self, observation: Observation, form: AnswerSpec, clock: StageClock) -> list[int]:
+    def _write(self, observation: Observation, spec: AnswerSpec, clock: StageClock) -> list[int]:
         model, qwen = self._vla0, self._qwen
         pictures = make_pictures(model.pictures(observation), model.run)
         ids = torch.tensor([model.encode(observation.instruction)], device=model.device)
@@ -190,7 +190,7 @@ class QwenPolicy(TransformersPolicy):
             .flatten(0, 1)
             .to(model.device),
             image_grid_thw=torch.tensor([[1, *model.run.grid]] * len(pictures)),
-            max_new_tokens=form.max_tokens,
+            max_new_tokens=spec.max_tokens,
             do_sample=False,
             prompt_lookup_num_tokens=_LOOKUP_TOKENS if self._way is QwenLoop.LOOKUP else None,
             logits_processor=processors,

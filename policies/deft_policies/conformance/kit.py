@@ -123,7 +123,7 @@ def setup_of(policy: VlaPolicy, path: str, key: str) -> dict[str, Any]:
     """What the model's own code has to know to load and ask the same model."""
     model = policy.model
     weight = model.network.decoder.embedding.weight
-    form = model.forms[key]
+    spec = model.specs[key]
     asked_in_out = model.details.get("prompt") == PromptTemplate.ECOT_IN_OUT.value
     return {
         "only_look": False,
@@ -138,7 +138,7 @@ def setup_of(policy: VlaPolicy, path: str, key: str) -> dict[str, Any]:
         "num_pictures": model.num_pictures,
         "state_dim": model.state_dim,
         "crops": model.image_chains[0] is ImageChain.OFT,
-        "max_tokens": form.max_tokens,
+        "max_tokens": spec.max_tokens,
         "prompt": "in-out" if isinstance(model, Ecot) and asked_in_out else "vicuna",
     }
 
@@ -195,8 +195,8 @@ def logits_behind(
 ) -> NDArray[np.float32]:
     """Logits [token] of the token that follows `tokens`, by the ids that files give."""
     model = policy.token_model
-    (form, *_) = model.forms.values()
-    columns = {token: column for column, token in enumerate(form.ids)}
+    (spec, *_) = model.specs.values()
+    columns = {token: column for column, token in enumerate(spec.ids)}
     given = [columns[one] for one in tokens] if columns else list(tokens)
     with torch.inference_mode():
         (prompt,) = model.see([observation], StageClock(model.device))
@@ -205,7 +205,7 @@ def logits_behind(
     if not columns:
         return np.asarray(found, np.float32)
     spread = np.full(max(columns) + 1, np.nan, np.float32)
-    spread[list(form.ids)] = found[: len(form.ids)]
+    spread[list(spec.ids)] = found[: len(spec.ids)]
     return spread
 
 

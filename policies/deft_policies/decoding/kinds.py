@@ -7,12 +7,10 @@ from importlib.metadata import entry_points
 HEAD = "head"  # the trained EAGLE-style draft head
 PREVIOUS = "previous"  # the target's own last action
 EXTRAPOLATION = "extrapolation"  # the last actions, continued in a straight line
-NGRAM = "ngram"  # what followed the same tokens earlier in the session
 RECYCLED = "recycled"  # the target's predictions after its last mismatch (Jacobi)
 BLOCK = "block"  # a trained head that drafts a block of tokens in one pass
 MEDUSA = "medusa"  # parallel heads, one per position ahead
 SMALL_MODEL = "small-model"  # a cheaper model of the same actions
-TOKEN_RECYCLING = "token-recycling"  # what the target last predicted after the same tokens
 PREVIOUS_ANSWER = "previous-answer"  # the whole last answer, lined up with this one
 PREVIOUS_NUMBERS = "previous-numbers"  # the last answer's rows of numbers, moved and as they were
 
@@ -30,11 +28,9 @@ MEANINGS = {
     HEAD: "the draft head",
     PREVIOUS: "the last action",
     EXTRAPOLATION: "the last actions, continued in a straight line",
-    NGRAM: "what followed the same tokens earlier in the session",
     RECYCLED: "the model's own predictions behind its last mismatch",
     MEDUSA: "parallel draft heads",
     SMALL_MODEL: "a smaller model",
-    TOKEN_RECYCLING: "what the model last predicted behind the same tokens",
     PREVIOUS_ANSWER: "the whole last answer, lined up with this one",
     PREVIOUS_NUMBERS: "the numbers of the last answer, moved on and as they were",
 }
@@ -53,7 +49,10 @@ def source_kinds() -> tuple[str, ...]:
 
 def meaning(kind: str) -> str:
     """What a source guesses, in words; of a package's source, its name."""
-    return MEANINGS.get(kind, f"the source {kind}")
+    from deft_policies.decoding.plugins import from_files
+
+    known: dict[str, str] = MEANINGS | from_files("MEANINGS")
+    return known.get(kind, f"the source {kind}")
 
 
 def read_kinds(text: str) -> tuple[str, ...]:

@@ -9,15 +9,15 @@ methods by it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache
-from typing import Any, get_args, get_type_hints
+from typing import get_type_hints
 
 from deft_core.methods import with_knobs
 from deft_policies.decoding import kinds
-from deft_policies.decoding.acceptance.rule import AcceptanceRule, ExactMatch
+from deft_policies.decoding.acceptance.rule import AcceptanceRule, ChoosingRule, ExactMatch
+from deft_policies.decoding.knobs import read_switch, read_value
 from deft_policies.decoding.plan import (
     NUMBER_PLANS,
     OUR_PLANS,
@@ -25,9 +25,7 @@ from deft_policies.decoding.plan import (
     PLANS,
     TEXT_PLANS,
     UNNAMED,
-    Loop,
     Plan,
-    TieBreak,
     TreeShape,
     read_tree,
 )
@@ -42,7 +40,6 @@ from deft_policies.errors import RequestError, UnknownDecodingError
 
 AUTOREGRESSIVE = "autoregressive"
 DEFAULT_METHOD = "lossless"
-LARGEST = 10_000.0  # of any number of a rule
 
 
 @dataclass(frozen=True)
@@ -57,30 +54,35 @@ class Method:
     name: str
     rule: AcceptanceRule = ExactMatch()
     plans: tuple[Plan, ...] = (PLAIN,)
-    tie_break: TieBreak = TieBreak.CLOSEST
     required: frozenset[str] = frozenset()
     whole_vocabulary: bool = False
     is_guarded: bool = False
     temperature: float = 0.0
     seed: int = 0
-    multi_level: bool = False  # n-grams of the session speed up the small model, as in FLy
-    patch_share: float = 1.0  # of the image patches that the small model looks at
-    loop: Loop = Loop.LEAN
+    options: tuple[tuple[str, float], ...] = ()  # that its sources read: name and value
 
     def described(self) -> dict[str, str]:
         """Its rule with every number, and its plans, for people."""
         if self.plans == (PLAIN,):
             return {}
         about = {"rule": str(self.rule), "plans": ", ".join(plan.name for plan in self.plans)}
-        if any(kinds.SMALL_MODEL in plan.kinds for plan in self.plans):
-            small = f"multi_level={self.multi_level}, patch_share={self.patch_share:g}"
-            about["small model"] = small
+        if self.options:
+            about["options"] = ", ".join(f"{name}={value:g}" for name, value in self.options)
         return about
+
+    def option(self, name: str, default: float) -> float:
+        """An option of a source, which says what its default is."""
+        return dict(self.options).get(name, default)
+
+    @property
+    def draws(self) -> bool:
+        """Whether drafts are drawn by their odds, for a rule that judges them by these."""
+        return isinstance(self.rule, ChoosingRule) and self.temperature > 0.0
 
     @property
     def drafting(self) -> tuple[bool, float | None]:
         """What a head drafts by: it drafts together for methods that have it in common."""
-        return self.whole_vocabulary, self.temperature if self.rule.draws_drafts else None
+        return self.whole_vocabulary, self.temperature if self.draws else None
 
     def with_radius(self, radius: int) -> Method:
         """With another radius in bins; `RequestError` where the rule has none."""
@@ -177,9 +179,13 @@ def _read_preset(name: str, text: str) -> Method:
 
 def _with_knob(method: Method, key: str, value: str) -> Method:
     apply = _METHOD_KNOBS.get(key)
+    read_option: Callable[[str], float] | None = from_files("OPTIONS").get(key)
     try:
         if apply is not None:
             return apply(method, value)
+        if read_option is not None:
+            options = dict(method.options) | {key: read_option(value)}
+            return replace(method, options=tuple(options.items()))
         return replace(method, rule=_with_rule_knob(method, method.rule, key, value))
     except ValueError as error:
         raise RequestError("decoding", f"{method.name!r}, knob {key!r}: {error}") from error
@@ -190,36 +196,13 @@ def _with_rule_knob(method: Method, rule: AcceptanceRule, key: str, value: str) 
     field, _, inner = key.partition(".")
     names: list[str] = [one.name for one in fields(rule)] if is_dataclass(rule) else []
     if field not in names:
-        known = ", ".join((*names, *_METHOD_KNOBS))
+        known = ", ".join((*names, *_METHOD_KNOBS, *from_files("OPTIONS")))
         raise RequestError("decoding", f"{method.name!r} has no knob {key!r}; it has: {known}")
     old = getattr(rule, field)
     if isinstance(old, AcceptanceRule):
         return replace(rule, **{field: _with_rule_knob(method, old, inner, value)})  # type: ignore[type-var]
     hint = get_type_hints(type(rule))[field]
-    return replace(rule, **{field: _number(hint, value)})  # type: ignore[type-var]
-
-
-def _number(hint: object, text: str) -> Any:
-    """A value of a rule's field, by the field's type."""
-    allowed = get_args(hint) or (hint,)
-    if type(None) in allowed and text == "none":
-        return None
-    if bool in allowed:
-        return _switch(text)
-    try:
-        number = float(text)
-    except ValueError:
-        raise ValueError(f"expected a number, got {text!r}") from None
-    if not 0 <= number <= LARGEST or (int in allowed and number != math.floor(number)):
-        kind = "a whole number" if int in allowed else "a number"
-        raise ValueError(f"expected {kind} from 0 to {LARGEST:g}, got {text!r}")
-    return int(number) if int in allowed else number
-
-
-def _switch(text: str) -> bool:
-    if text not in ("on", "true", "off", "false"):
-        raise ValueError(f"expected on or off, got {text!r}")
-    return text in ("on", "true")
+    return replace(rule, **{field: read_value(hint, value)})  # type: ignore[type-var]
 
 
 def _find_rule(name: str) -> AcceptanceRule:
@@ -258,31 +241,20 @@ def _with_rule(method: Method, rule: AcceptanceRule) -> Method:
 
 
 def _with_guard(method: Method, text: str) -> Method:
-    guards = _switch(text) and len(method.plans) > 1
+    guards = read_switch(text) and len(method.plans) > 1
     if guards and not method.rule.is_exact:
         raise ValueError("plans of a relaxed method are fixed: its answers depend on them")
     return replace(method, is_guarded=guards)
 
 
-def _with_patch_share(method: Method, text: str) -> Method:
-    share = _number(float, text)
-    if not 0 < share <= 1:
-        raise ValueError(f"expected a share above 0 and up to 1, got {text!r}")
-    return replace(method, patch_share=share)
-
-
 _METHOD_KNOBS: dict[str, Callable[[Method, str], Method]] = {
-    "radius": lambda method, text: method.with_radius(_number(int, text)),
+    "radius": lambda method, text: method.with_radius(read_value(int, text)),
     "rule": lambda method, name: _with_rule(method, _find_rule(name)),
     "drafts": lambda method, text: method.with_drafts(kinds.read_kinds(text)),
     "tree": lambda method, text: method.with_shape(read_tree(text)),
     "plan": _with_plan,
     "plans": lambda method, name: method.with_plans(_find_plans(name)),
     "guard": _with_guard,
-    "ties": lambda method, text: replace(method, tie_break=TieBreak(text)),
-    "loop": lambda method, text: replace(method, loop=Loop(text)),
-    "multi_level": lambda method, text: replace(method, multi_level=_switch(text)),
-    "patch_share": _with_patch_share,
-    "whole_vocabulary": lambda method, text: replace(method, whole_vocabulary=_switch(text)),
-    "temperature": lambda method, text: method.with_sampling(_number(float, text), method.seed),
+    "whole_vocabulary": lambda method, text: replace(method, whole_vocabulary=read_switch(text)),
+    "temperature": lambda method, text: method.with_sampling(read_value(float, text), method.seed),
 }

@@ -27,25 +27,6 @@ class KeyMask(Enum):
     PREFIX_ONLY = "prefix-only"  # the prompt without its last position, as Spec-VLA was trained
 
 
-class Loop(Enum):
-    """When an action ends, and what counts until then."""
-
-    LEAN = "lean"  # the last token is the bonus of a pass, and is never drafted
-    PUBLISHED = "published"  # Spec-VLA's: a draft of the last token counts, a pass commits it
-
-    @property
-    def num_behind(self) -> int:
-        """Tokens decoded after an action: the published loop ends when it has seen one."""
-        return 1 if self is Loop.PUBLISHED else 0
-
-
-class TieBreak(Enum):
-    """Which of several longest accepted paths wins."""
-
-    CLOSEST = "closest"  # smallest total distance in bins, then the likelier draft, then the first
-    FIRST_ROW = "first-row"  # the path of the first leaf, in node order, below it (EAGLE, Spec-VLA)
-
-
 Path = tuple[int, ...]
 
 
@@ -126,7 +107,7 @@ class TreeShape:
 
     def cut(self, depth: int) -> "TreeShape":
         """The shape where `depth` levels are of use; of a template at least one level stays."""
-        if self.is_full_depth or depth >= self.levels:
+        if depth >= self.levels:
             return self
         paths = tuple(path for path in self.paths if len(path) <= max(depth, 1))
         return replace(self, levels=depth, paths=paths)
@@ -139,10 +120,10 @@ class TreeShape:
         """The shape, cut so that at most `num_nodes` nodes get children."""
         if not self.paths:
             return replace(self, top_k=min(self.top_k, max(num_nodes // self.levels, 1)))
-        shape = replace(self, is_full_depth=False)
+        shape = self
         while shape.num_open > num_nodes:
             shape = shape.cut(shape.levels - 1)
-        return replace(shape, is_full_depth=self.is_full_depth)
+        return shape
 
     @property
     def meaning(self) -> str:

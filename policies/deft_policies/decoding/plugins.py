@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -58,7 +58,7 @@ def _imported(name: str) -> ModuleType | Exception:
 
 
 def from_files(table: str) -> dict[str, Any]:
-    """What method files hold in one of their tables: METHODS, RULES, PLANS or SOURCES."""
+    """What method files hold in one of their tables, as METHODS; `methods/__init__.py` has all."""
     found: dict[str, Any] = {}
     for module in method_files().values():
         found |= getattr(module, table, {})
@@ -107,11 +107,21 @@ def load_rule(found: EntryPoint) -> AcceptanceRule:
 
 
 def ask_rule(rule: AcceptanceRule, ask: Callable[[], Answer]) -> Answer:
-    """What a rule answers. An error in a rule of a package names the plugin."""
-    theirs = find_plugins(RULES).values()
-    found = next((one for one in theirs if one.module == type(rule).__module__), None)
-    with nullcontext() if found is None else naming(found):
+    """What a rule answers. An error names the plugin or the module, and is a `PolicyError`.
+
+    So a broken rule fails the answers that name it, and no others.
+    """
+    module = type(rule).__module__
+    found = next((one for one in find_plugins(RULES).values() if one.module == module), None)
+    if found is not None:
+        with naming(found):
+            return ask()
+    try:
         return ask()
+    except PolicyError:
+        raise
+    except Exception as error:
+        raise PolicyError(f"a rule of {module}: {type(error).__name__}: {error}") from error
 
 
 def broken_plugins() -> list[str]:

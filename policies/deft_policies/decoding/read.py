@@ -191,7 +191,7 @@ def measure(
         logits=logits,
         hidden=hidden,
         action_tokens=sequence.action_tokens,
-        patches=sequence.patches,
+        notes=sequence.notes,
     )
     if isinstance(rule, TreeRule):
         return ask_rule(rule, lambda: rule.measure(scored))
@@ -205,3 +205,22 @@ def _checked(answer: Tensor, num_nodes: int) -> Tensor:
             f"{list(answer.shape)}"
         )
     return answer
+
+
+def note_log_probs(sequence: Sequence, tree: DraftTree, logits: torch.Tensor) -> None:
+    """Keep on the device how likely the target was to write each token of the last pass."""
+    assert sequence.last is not None
+    path = sequence.last.path[tree.root :]
+    found = logits[path] / (sequence.method.temperature or 1.0)
+    tokens = to_device(sequence.tokens[-len(path) :], logits.device, torch.int64)
+    here = found.log_softmax(dim=1).gather(1, tokens[:, None]).squeeze(1)
+    sequence.notes.setdefault("log_probs", []).append((len(sequence.tokens), here))
+
+
+def read_log_probs(sequence: Sequence) -> None:
+    """Read what was kept so; tokens that a grammar has forced were certain."""
+    found = list[float]()
+    for stop, part in sequence.notes.get("log_probs", []):
+        found += [0.0] * (stop - len(part) - len(found)) + part.tolist()
+    found += [0.0] * (len(sequence.tokens) - len(found))
+    sequence.log_probs = tuple(found[: sequence.spec.max_tokens])

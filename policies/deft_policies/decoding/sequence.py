@@ -23,8 +23,6 @@ from deft_policies.memory import SessionMemory
 from deft_policies.model.sizes import TokenRange
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from deft_policies.decoding.drafts import DraftSource
     from deft_policies.decoding.target import Grammar, Prompt
 
@@ -108,14 +106,14 @@ class Sequence:
     grammar: Grammar | None = None
     slot: int = -1  # in the cache; -1 before the prefill and after the end
     num_prompt: int = 0  # positions of its prompt
-    limit: int = 0  # tokens that are decoded at most: a loop may look at some behind an action
+    limit: int = 0  # tokens that are decoded at most: a rule may look at some behind an action
     noise_key: int = 0  # of the random numbers it draws
     choice: Choice = Choice("")  # the plan
     shape: TreeShape = TreeShape()  # of trees that a model grows
     guard: Guard | None = None  # learns how many passes it took
     prefill_sources: list[DraftSource] = field(default_factory=list)
     round_sources: list[DraftSource] = field(default_factory=list)
-    notes: dict[str, Any] = field(default_factory=dict)  # what a source remembers of it, by kind
+    notes: dict[str, Any] = field(default_factory=dict)  # what sources and its rule remember of it
 
     # Filled in by passes.
     tokens: list[int] = field(default_factory=list)
@@ -123,7 +121,6 @@ class Sequence:
     num_cached: int = 0  # tokens whose keys and values are in the cache
     num_unread: int = 0  # tokens that are decoded, and not yet read from the device
     last: LastPass | None = None
-    patches: Tensor | None = None  # [patch, width], hidden states; where the rule needs them
     records: list[PassRecord] = field(default_factory=list)  # of its passes, the prefill's first
     margins: list[float] = field(default_factory=list)
     log_probs: tuple[float, ...] = ()
@@ -156,6 +153,11 @@ class Sequence:
         return self.limit - 1 - self.count
 
     @property
+    def draft_depth(self) -> int:
+        """How deep a model drafts: what is missing, or all levels of a tree of full depth."""
+        return self.shape.levels if self.shape.is_full_depth else self.num_missing
+
+    @property
     def num_passes(self) -> int:
         """Target passes so far, the prefill included."""
         return len(self.records)
@@ -178,6 +180,10 @@ class Sequence:
     def is_bin(self, token: int) -> bool:
         """Whether it is an action token."""
         return self.action_tokens.first <= token <= self.action_tokens.last
+
+    def is_word(self, token: int) -> bool:
+        """Whether it is a word of a text: neither an action token nor the end."""
+        return not (self.spec.is_action or self.is_bin(token) or token == self.spec.stop)
 
     @property
     def num_action_tokens(self) -> int:

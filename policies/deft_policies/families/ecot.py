@@ -62,9 +62,9 @@ class Ecot(OpenVLA):
         self.details["prompt"] = encoder.template.value
         self.details["longest answer"] = f"{max_tokens} tokens"
 
-    def form(self, key: str) -> AnswerSpec:
+    def spec(self, key: str) -> AnswerSpec:
         """Text, the action behind it, and the stop token."""
-        return replace(super().form(key), max_tokens=self._max_tokens, stop=self._stop)
+        return replace(super().spec(key), max_tokens=self._max_tokens, stop=self._stop)
 
     def decode(self, key: str, values: Values) -> NDArray[np.float64]:
         """The action before the stop token."""

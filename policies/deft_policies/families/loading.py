@@ -27,8 +27,8 @@ from deft_policies.checkpoint.open import (
     locate_checkpoint,
 )
 from deft_policies.checkpoint.tensor_file import digest_weights
-from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.methods import AUTOREGRESSIVE, find_method
+from deft_policies.decoding.planner import DraftModels
 from deft_policies.decoding.plugins import broken_plugins
 from deft_policies.decoding.target import Target, self_draft_target
 from deft_policies.errors import CheckpointError, PolicyError

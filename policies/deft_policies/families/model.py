@@ -18,7 +18,7 @@ from deft_core.image_chain import ImageChain
 from deft_core.types import DecodeTrace, Image, Observation
 from deft_policies.base import ActionLimits
 from deft_policies.decoding.clock import StageClock
-from deft_policies.decoding.engine import WIDEST
+from deft_policies.decoding.planner import WIDEST
 from deft_policies.decoding.sequence import AnswerSpec
 from deft_policies.decoding.target import Prompt, Target
 from deft_policies.errors import RequestError
@@ -55,7 +55,7 @@ class Model(ABC):
         self.images = images
         self.statistics = statistics
         self.runner = runner
-        self.forms = {key: self.form(key) for key in statistics}
+        self.specs = {key: self.spec(key) for key in statistics}
         self.details: dict[str, str] = {}  # for people
         self.num_steps = 1  # actions per answer
         self.num_pictures = 1  # the frame, then wrist cameras
@@ -76,7 +76,7 @@ class Model(ABC):
         return ours, *(one for one in ImageChain if one is not ours)
 
     @abstractmethod
-    def form(self, key: str) -> AnswerSpec:
+    def spec(self, key: str) -> AnswerSpec:
         """What an answer under a statistics key is."""
 
     @abstractmethod

@@ -16,8 +16,8 @@ from deft_policies.checkpoint.open import Checkpoint, CheckpointSource, open_sou
 from deft_policies.decoding.captured import Layout, shapes_of
 from deft_policies.decoding.clock import Stage, StageClock
 from deft_policies.decoding.drafts import captured_block, captured_head
-from deft_policies.decoding.engine import WIDEST
 from deft_policies.decoding.plan import MOST_LEVELS
+from deft_policies.decoding.planner import WIDEST
 from deft_policies.decoding.sequence import AnswerSpec
 from deft_policies.decoding.target import Prompt, Target
 from deft_policies.errors import CheckpointError
@@ -102,7 +102,7 @@ class OpenVLA(TokenModel):
         self.codec = ActionCodec(network.config.action_tokens)
         self.reasoning_model = reasoning_model
         super().__init__(network, encode, images, statistics, target.runner)
-        longest_answer = max(form.max_tokens for form in self.forms.values())
+        longest_answer = max(spec.max_tokens for spec in self.specs.values())
         # Trees of full depth reach beyond a short answer.
         taken = network.config.num_patches + max(longest_answer, MOST_LEVELS)
         self.longest_prompt = target.max_positions - taken
@@ -113,7 +113,7 @@ class OpenVLA(TokenModel):
             "cameras": "image alone",
         }
 
-    def form(self, key: str) -> AnswerSpec:
+    def spec(self, key: str) -> AnswerSpec:
         """One action."""
         return AnswerSpec.action(self.codec.action_space(self.statistics[key], key))
 

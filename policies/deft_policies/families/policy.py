@@ -25,7 +25,7 @@ from deft_core.types import (
 from deft_policies.base import ActAnswer, ActionLimits, ActRequest, Running
 from deft_policies.decoding.acceptance.rule import ActionSpace
 from deft_policies.decoding.clock import Stage, StageClock
-from deft_policies.decoding.engine import DraftModels, Engine
+from deft_policies.decoding.engine import Engine
 from deft_policies.decoding.methods import (
     AUTOREGRESSIVE,
     DEFAULT_METHOD,
@@ -34,9 +34,11 @@ from deft_policies.decoding.methods import (
     find_method,
     method_names,
 )
+from deft_policies.decoding.planner import DraftModels
 from deft_policies.decoding.sequence import AnswerSpec
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.target import Prompt
+from deft_policies.decoding.warm_up import capture, warm_up
 from deft_policies.errors import (
     DeviceError,
     NoActionError,
@@ -62,7 +64,7 @@ class _Frame(Running):
 
     model: Model
     key: str
-    row: Answer | None  # of the engine; None where the model answers in one pass
+    sequence: Answer | None  # of the engine; None where the model answers in one pass
     clocks: list[StageClock]
     num_actions: int = 0  # that were handed on before the answer
 
@@ -101,8 +103,8 @@ class VlaPolicy:
         self._frames: list[_Frame] = []  # in flight
         if isinstance(model, TokenModel):
             widest = max(one.widest for one in self._token_models)
-            forms = [form for one in self._token_models for form in one.forms.values()]
-            longest = max(form.max_tokens for form in forms)
+            specs = [spec for one in self._token_models for spec in one.specs.values()]
+            longest = max(spec.max_tokens for spec in specs)
             self.engine = Engine(model.target, self.drafts, widest, longest)
             self._check_method(ActOptions())
 
@@ -126,8 +128,10 @@ class VlaPolicy:
             details["dtype chosen"] = self.reason_for_dtype
         if self._token_models:
             details |= self.method.described()
-            details |= {f"guard, {name}": why for name, why in self.engine.decisions.items()}
-        longest = self._models[-1].forms[self._any_key]
+            details |= {
+                f"guard, {name}": why for name, why in self.engine.planner.decisions.items()
+            }
+        longest = self._models[-1].specs[self._any_key]
         return ServerInfo(
             policy=options.name or model.family,
             action_dim=model.statistics[self._any_key].action_dim,
@@ -170,7 +174,7 @@ class VlaPolicy:
 
     def action_space(self, statistics_key: str | None) -> ActionSpace:
         """What one bin means to the robot under a statistics key; None is the default."""
-        space = self.model.forms[self.find_key(statistics_key)].space
+        space = self.model.specs[self.find_key(statistics_key)].space
         if space is None:
             raise PolicyError(f"{self.model.family} answers with no action tokens")
         return space
@@ -196,8 +200,8 @@ class VlaPolicy:
     def _check_method(self, options: ActOptions) -> None:
         if isinstance(self.model, TokenModel):
             key = self.find_key(options.statistics_key or self._any_key)
-            form = _form(self.model_for(options), key, options)
-            self.engine.check(Answer(self.method_for(options), form))
+            spec = _spec(self.model_for(options), key, options)
+            self.engine.planner.check(Answer(self.method_for(options), spec))
             return
         if options.decoding not in (None, self._default_method):
             raise UnknownDecodingError(options.decoding, (self._default_method,))
@@ -219,16 +223,16 @@ class VlaPolicy:
             doing("capturing passes")
             model.capture()
             if self._token_models:
-                self.engine.capture()
+                capture(self.engine)
             for way in self._token_models:
-                form = _form(way, self._any_key, self._tested(way))
+                spec = _spec(way, self._any_key, self._tested(way))
                 prompt = self._blank_prompt(way)
                 # The guards of methods that callers may ask for need what plans cost, too.
                 every = (self.method.name, *(methods or ()), DEFAULT_METHOD)
                 names = [name for name in dict.fromkeys(every) if self.has_method(name)]
                 for number, name in enumerate(names):
                     doing(f"measuring the plans of {name}, {number + 1} of {len(names)} methods")
-                    self.engine.warm_up(prompt, self.method_for(ActOptions(decoding=name)), form)
+                    warm_up(self.engine, prompt, self.method_for(ActOptions(decoding=name)), spec)
         doing("answering known frames as a test")
         limits = self.action_limits(self._any_key)
         for one in self._models:
@@ -242,10 +246,10 @@ class VlaPolicy:
 
     def _tested(self, model: Model) -> ActOptions:
         """Options of warm-up requests; a text is cut short."""
-        form = model.forms[self._any_key]
-        if form.stop is None:
+        spec = model.specs[self._any_key]
+        if spec.stop is None:
             return ActOptions()
-        return ActOptions(want_reasoning=True, max_tokens=min(_TESTED_TOKENS, form.max_tokens))
+        return ActOptions(want_reasoning=True, max_tokens=min(_TESTED_TOKENS, spec.max_tokens))
 
     def _blank_prompt(self, model: TokenModel) -> Prompt:
         """What a black frame starts from."""
@@ -273,12 +277,12 @@ class VlaPolicy:
                     some = [frame for frame in frames if frame.model is model]
                     if some:
                         prompts = model.see([frame.request.observation for frame in some], clock)
-                        rows = [frame.row for frame in some if frame.row is not None]
-                        self.engine.start(prompts, rows)
+                        sequences = [frame.sequence for frame in some if frame.sequence is not None]
+                        self.engine.start(prompts, sequences)
             except BaseException:
                 for frame in frames:
-                    if frame.row is not None:
-                        self.engine.cancel(frame.row)
+                    if frame.sequence is not None:
+                        self.engine.cancel(frame.sequence)
                 raise
         self._frames += frames
         return frames
@@ -302,12 +306,12 @@ class VlaPolicy:
 
     def _hand_on(self, frame: _Frame) -> None:
         """Report actions that are final before the answer is, where the request asks for them."""
-        on_actions, row, model = frame.request.on_actions, frame.row, frame.model
-        if on_actions is None or row is None or not isinstance(model, TokenModel):
+        on_actions, sequence, model = frame.request.on_actions, frame.sequence, frame.model
+        if on_actions is None or sequence is None or not isinstance(model, TokenModel):
             return
-        if not row.is_finite:
+        if not sequence.is_finite:
             return
-        actions = model.decode_begun(frame.key, np.array(row.spec.name(row.tokens)))
+        actions = model.decode_begun(frame.key, np.array(sequence.spec.name(sequence.tokens)))
         if len(actions) > frame.num_actions:
             frame.num_actions = len(actions)
             on_actions(actions)
@@ -316,29 +320,29 @@ class VlaPolicy:
         """Remove a request between two steps; one that has ended is left alone."""
         if isinstance(running, _Frame) and running in self._frames:
             self._frames.remove(running)
-            if running.row is not None:
-                self.engine.cancel(running.row)
+            if running.sequence is not None:
+                self.engine.cancel(running.sequence)
 
     def _frame(self, request: ActRequest, clock: StageClock) -> _Frame:
         """An observation, and what of the engine answers it."""
-        options, model, row = request.options, self.model_for(request.options), None
+        options, model, sequence = request.options, self.model_for(request.options), None
         key = self.find_key(options.statistics_key)
         if isinstance(model, TokenModel):
-            form = _form(model, key, options)
-            row = Answer(self.method_for(options), form, request.memory, options.want_trace)
-            row.wants_log_probs = options.want_log_probs
-            row.executed_steps = options.executed_steps
-        return _Frame(request, model=model, key=key, row=row, clocks=[clock])
+            spec = _spec(model, key, options)
+            sequence = Answer(self.method_for(options), spec, request.memory, options.want_trace)
+            sequence.wants_log_probs = options.want_log_probs
+            sequence.executed_steps = options.executed_steps
+        return _Frame(request, model=model, key=key, sequence=sequence, clocks=[clock])
 
     def _run_round(self, clock: StageClock, first: Collection[Running]) -> list[_Frame]:
         """One round, and answers of what it has ended."""
         model, frames = self.model, self._frames
         found: list[tuple[Values, DecodeTrace | None]]
         if isinstance(model, TokenModel):
-            hurried = {one.row for one in frames if one in first and one.row is not None}
-            ended = set(self.engine.step(clock, hurried))
-            frames = [one for one in frames if one.row in ended]
-            traces = [one.row.trace for one in frames if one.row is not None]
+            urgent = {one.sequence for one in frames if one in first and one.sequence is not None}
+            ended = set(self.engine.step(clock, urgent))
+            frames = [one for one in frames if one.sequence in ended]
+            traces = [one.sequence.trace for one in frames if one.sequence is not None]
             found = [(np.array(one.tokens if one else ()), one) for one in traces]
         else:
             assert isinstance(model, OnePassModel)
@@ -358,16 +362,16 @@ class VlaPolicy:
 
     def _answer(self, frame: _Frame, values: Values, trace: DecodeTrace | None) -> None:
         """Give a frame that has ended its answer, or say why there is none."""
-        if frame.row is not None and frame.row.error is not None:
-            frame.error = frame.row.error
+        if frame.sequence is not None and frame.sequence.error is not None:
+            frame.error = frame.sequence.error
             return
-        if frame.row is not None and not frame.row.is_finite:
+        if frame.sequence is not None and not frame.sequence.is_finite:
             frame.error = NotFiniteError(
                 "the model's logits hold NaN or infinity; its weights or its number format are "
                 "broken, nothing was answered"
             )
             return
-        memory = frame.request.memory if frame.row is None else frame.row.memory
+        memory = frame.request.memory if frame.sequence is None else frame.sequence.memory
         model, options, error = frame.model, frame.request.options, None
         try:
             actions = model.decode(frame.key, values)
@@ -385,10 +389,10 @@ class VlaPolicy:
                 trace = replace(trace, parts=parts)
             wanted = text if options.want_reasoning else None
             chunk = replace(chunk, trace=trace, reasoning=wanted)
-        if frame.row is not None:
-            chunk = _own_up(chunk, frame.row)
-        if frame.row is not None and frame.row.wants_log_probs:
-            chunk = replace(chunk, log_probs=_log_probs(frame.row))
+        if frame.sequence is not None:
+            chunk = _own_up(chunk, frame.sequence)
+        if frame.sequence is not None and frame.sequence.wants_log_probs:
+            chunk = replace(chunk, log_probs=_log_probs(frame.sequence))
         frame.answer = ActAnswer(chunk, memory, error)
 
     def method_for(self, options: ActOptions) -> Method:
@@ -466,39 +470,39 @@ def _version_of(distribution: str) -> str:
         return "not installed"
 
 
-def _own_up(chunk: ActionChunk, row: Answer) -> ActionChunk:
+def _own_up(chunk: ActionChunk, sequence: Answer) -> ActionChunk:
     """Say where a grammar has made another answer of the model's own; its trace has that, too."""
-    if not isinstance(row.grammar, AnswerGrammar):
+    if not isinstance(sequence.grammar, AnswerGrammar):
         return chunk
-    free = row.grammar.free_tokens(row)
-    if free == row.tokens:
+    free = sequence.grammar.free_tokens(sequence)
+    if free == sequence.tokens:
         return chunk
     trace = chunk.trace
     if trace is not None:
-        trace = replace(trace, predicted=row.spec.name(free))
+        trace = replace(trace, predicted=sequence.spec.name(free))
     return replace(chunk, trace=trace, intervention=Intervention.GRAMMAR)
 
 
-def _log_probs(row: Answer) -> LogProbs:
+def _log_probs(sequence: Answer) -> LogProbs:
     """How likely the model was to write the tokens of an answer."""
-    return LogProbs(row.log_probs, row.method.temperature or 1.0, "vocabulary")
+    return LogProbs(sequence.log_probs, sequence.method.temperature or 1.0, "vocabulary")
 
 
-def _form(model: Model, key: str, options: ActOptions) -> AnswerSpec:
+def _spec(model: Model, key: str, options: ActOptions) -> AnswerSpec:
     """What the decoder is asked for; raises `RequestError` for what is too long."""
-    form, wanted = model.forms[key], options.max_tokens
+    spec, wanted = model.specs[key], options.max_tokens
     if wanted is None or (isinstance(model, TokenModel) and not model.cuts_answers):
-        return form
-    if form.stop is None:
+        return spec
+    if spec.stop is None:
         raise RequestError(
             "max_tokens",
-            f"all answers without reasoning have {form.max_tokens} tokens here; leave it out",
+            f"all answers without reasoning have {spec.max_tokens} tokens here; leave it out",
         )
-    if not 1 <= wanted <= form.max_tokens:
+    if not 1 <= wanted <= spec.max_tokens:
         raise RequestError(
-            "max_tokens", f"must be 1 to {form.max_tokens} (--max-tokens), got {wanted}"
+            "max_tokens", f"must be 1 to {spec.max_tokens} (--max-tokens), got {wanted}"
         )
-    return replace(form, max_tokens=wanted)
+    return replace(spec, max_tokens=wanted)
 
 
 @contextmanager

@@ -7,6 +7,8 @@ in its docstring what the method is, and holds any of:
 - `RULES`: names that `rule=` takes, each with a class
 - `PLANS`: names that `plans=` takes, each with plans
 - `SOURCES`: names of draft sources, each with what makes it of the target
+- `MEANINGS`: what these sources guess, in words
+- `OPTIONS`: names of knobs that sources read, each with what reads its value from text
 
 Packages bring rules and sources under entry points instead (docs/plugins.md). The pages under
 docs/methods are made of these files.

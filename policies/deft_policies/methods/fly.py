@@ -19,10 +19,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from deft_policies.decoding.acceptance.rule import JudgedTree, ScoredNodes, TreeRule
+from deft_policies.decoding.knobs import read_switch
 from deft_policies.decoding.plan import TreeShape, plan
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from deft_policies.decoding.sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -48,14 +51,14 @@ class DeferredWindow(TreeRule):
     radius_field = "cap"
 
     @property
-    def words(self) -> bool:
-        """As `text` says."""
-        return self.text
-
-    @property
     def needs_space(self) -> bool:
         """Only a cap is a distance."""
         return self.cap is not None
+
+    def may_relax(self, drafted: int, expected: int, sequence: Sequence) -> bool:
+        """Bins of an action, and words where `text` says so."""
+        are_words = self.text and sequence.is_word(drafted) and sequence.is_word(expected)
+        return are_words or super().may_relax(drafted, expected, sequence)
 
     def measure(self, scored: ScoredNodes) -> Tensor | None:
         """h, where there is a gate."""
@@ -78,7 +81,8 @@ class DeferredWindow(TreeRule):
     def _is_gated(self, judged: JudgedTree, node: int) -> bool:
         if self.gate and judged.measured[node] < self.theta:
             return False
-        return self.cap is None or judged.is_word[node] or judged.distance(node) <= self.cap
+        is_word = judged.sequence.is_word(judged.tree.tokens[node])
+        return self.cap is None or is_word or judged.distance(node) <= self.cap
 
     def _has_clean_windows(self, judged: JudgedTree, missed: list[bool], node: int) -> bool:
         """Whether every miss on the node's path has its window on that path, without a miss."""
@@ -93,6 +97,7 @@ class DeferredWindow(TreeRule):
         return True
 
 
+OPTIONS = {"multi_level": read_switch}
 METHODS = {"fly": "autoregressive:rule=deferred-window,plans=fly,multi_level=on"}
 RULES = {"deferred-window": DeferredWindow}
 PLANS = {

@@ -24,10 +24,16 @@ from deft_policies.decoding.acceptance.rule import (
     TreeRule,
     at_least_one,
 )
+from deft_policies.decoding.knobs import read_share
 from deft_policies.decoding.plan import TreeShape, plan
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from deft_policies.decoding.sequence import Sequence
+    from deft_policies.decoding.target import Prompt
+
+PATCHES = "image patches"  # what the rule notes of an answer: [patch, width]
 
 
 @dataclass(frozen=True)
@@ -53,29 +59,31 @@ class VisualRelevance(TreeRule):
     text: bool = False
 
     radius_field = "cap"
-    needs_patches = True  # the cosines are taken with them
+    reads_prompts = True  # for the image patches: the cosines are taken with them
 
     def __post_init__(self) -> None:
         at_least_one("num_patches", self.num_patches)
-
-    @property
-    def words(self) -> bool:
-        """As `text` says."""
-        return self.text
 
     @property
     def needs_space(self) -> bool:
         """Only the caps are distances."""
         return self.cap is not None or self.shift_cap is not None
 
+    def may_relax(self, drafted: int, expected: int, sequence: Sequence) -> bool:
+        """Bins of an action, and words where `text` says so."""
+        are_words = self.text and sequence.is_word(drafted) and sequence.is_word(expected)
+        return are_words or super().may_relax(drafted, expected, sequence)
+
+    def observe_prompt(self, sequence: Sequence, prompt: Prompt, hidden: Tensor) -> None:
+        """Keep the hidden states v of the image patches."""
+        sequence.notes[PATCHES] = hidden[prompt.patches].clone()
+
     def measure(self, scored: ScoredNodes) -> Tensor:
         """A_i of every node."""
         from torch.nn import functional
 
-        if scored.patches is None:
-            raise ValueError("LVSpec needs the hidden states of the image patches")
         nodes = functional.normalize(scored.hidden.float(), dim=1)
-        patches = functional.normalize(scored.patches.float(), dim=1)
+        patches = functional.normalize(scored.notes[PATCHES].float(), dim=1)
         cosines = nodes @ patches.t()
         return cosines.topk(min(self.num_patches, len(patches)), dim=1).values.mean(dim=1)
 
@@ -97,12 +105,14 @@ class VisualRelevance(TreeRule):
     def _is_fine(self, judged: JudgedTree, node: int, is_loose: bool, is_shifted: bool) -> bool:
         if judged.is_equal[node]:
             return True
-        far = 0 if judged.is_word[node] else judged.distance(node)
+        is_word = judged.sequence.is_word(judged.tree.tokens[node])
+        far = 0 if is_word else judged.distance(node)
         is_shifted = is_shifted and (self.shift_cap is None or far <= self.shift_cap)
         is_near = self.cap is None or far <= self.cap
         return judged.is_relaxable[node] and (is_loose or is_shifted) and is_near
 
 
+OPTIONS = {"patch_share": read_share}
 METHODS = {
     "lvspec": "autoregressive:rule=visual-relevance,shift_cap=9,plans=lvspec,patch_share=0.1",
 }

@@ -14,6 +14,7 @@ Numbers: docs/vla0.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from deft_policies.decoding.acceptance.numbers import SPACE, NumberPlace, WrittenNumbers, read
 from deft_policies.decoding.acceptance.rule import (
@@ -22,6 +23,9 @@ from deft_policies.decoding.acceptance.rule import (
     JudgedTree,
     TreeRule,
 )
+
+if TYPE_CHECKING:
+    from deft_policies.decoding.sequence import AnswerSpec
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,15 @@ class WithinNumbers(TreeRule):
     turn_drift: float = 0.0525
 
     needs_space = False  # it measures numbers, not tokens
-    reads_numbers = True
+
+    def problem(self, spec: AnswerSpec) -> str:
+        """It needs numbers that are written as text."""
+        if spec.numbers_in_row:
+            return ""
+        return (
+            "judges numbers that are written as text, and this model writes none; 'deft' is for "
+            "action tokens"
+        )
 
     def accepts(self, judged: JudgedTree) -> list[bool]:
         """Near numbers all the way, none of them cut."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from deft_policies.decoding import kinds
 from deft_policies.decoding.drafts import DraftSource, Guesses, look_up
 from deft_policies.decoding.plan import plan
 
@@ -30,7 +29,7 @@ class NgramLookup(DraftSource):
     them there is the guess. Tokens of different positions are never mixed.
     """
 
-    kind = kinds.NGRAM
+    kind = "ngram"
     _longest = 3
     _steps = 16  # how far it looks back
 
@@ -43,3 +42,4 @@ class NgramLookup(DraftSource):
 METHODS = {"pld": "autoregressive:plans=ngram"}
 PLANS = {"ngram": (plan("ngram", "ngram", "ngram"),)}
 SOURCES = {"ngram": lambda target: NgramLookup()}
+MEANINGS = {"ngram": "what followed the same tokens earlier in the session"}

@@ -7,7 +7,9 @@ vocabularies may differ. `patch_share` is the share of the image patches that it
 Numbers: docs/results/methods.md.
 """
 
+from deft_policies.decoding.knobs import read_share
 from deft_policies.decoding.plan import TreeShape, plan
 
+OPTIONS = {"patch_share": read_share}
 METHODS = {"small-model": "autoregressive:plans=small-model"}
 PLANS = {"small-model": (plan("chain", "", "small-model", TreeShape.chain(5)),)}

@@ -2,11 +2,12 @@
 
 In the paper's letters, with d a draft and t the target's token: d is accepted if |d - t| <= r (eq.
 5), r = 9, or 5 for LIBERO-Long. The head grows a tree of 5 levels with 8 branches, of which the 49
-likeliest drafts stay, all levels in every round. Of equally long paths the first leaf's wins.
+likeliest drafts stay, all levels in every round. Of equally long paths the first leaf's wins
+(`ties=closest`: the one with the smallest sum of distances).
 
 As its code does, distances are of raw token ids, and any id of an action may be relaxed. Its own
-loop (`spec-vla-published`) counts a draft of the seventh token, and needs a pass more where that
-token is the bonus; ours ends with the seventh token, whichever it is.
+loop (`loop=published`) counts a draft of the seventh token, and needs a pass more where that token
+is the bonus; ours ends with the seventh token, whichever it is.
 
 Left out: the published code gives the nodes of a head's tree wrong positions. Here they are right;
 `--draft-rope published` and `--draft-key-mask prefix-only` play published heads as they were
@@ -15,10 +16,17 @@ trained.
 Numbers: docs/results.md, "The papers' methods on one engine" and docs/results/spec_vla.md.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-from deft_policies.decoding.acceptance.rule import LocalRule
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from deft_policies.decoding.acceptance.rule import JudgedTree, LocalRule
 from deft_policies.decoding.plan import TreeShape, plan
+
+if TYPE_CHECKING:
+    from deft_policies.decoding.sequence import Sequence
+    from deft_policies.decoding.tree import DraftTree
 
 
 @dataclass(frozen=True)
@@ -28,21 +36,59 @@ class WithinIds(LocalRule):
     Kept because published numbers were made with it; `within-bins` is for anything else. It may
     relax a token of an action that is no action token. In text it is as any other rule: words are
     exact.
+
+    `ties` says which of equally long paths wins: that of the first leaf in node order, or the
+    closest, as with every other rule. With the `published` loop a draft of the last token counts:
+    the longest path wins however deep it is, and then it is cut where the action ends.
     """
 
     radius: int = 9
+    ties: Literal["first-row", "closest"] = "first-row"
+    loop: Literal["lean", "published"] = "lean"
 
     radius_field = "radius"
-    any_id = True
 
     def accepts(self, drafted: int, expected: int, place: int) -> bool:
         """Near enough."""
         return abs(drafted - expected) <= self.radius
 
+    def may_relax(self, drafted: int, expected: int, sequence: Sequence) -> bool:
+        """Any two ids of an action."""
+        return sequence.spec.is_action or super().may_relax(drafted, expected, sequence)
+
+    @property
+    def tokens_behind(self) -> int:
+        """The published loop ends when it has seen a token behind the action."""
+        return 1 if self.loop == "published" else 0
+
+    def best_path(self, judged: JudgedTree, stands: list[bool]) -> list[int]:
+        """The longest by this loop; of equally long ones that by `ties`."""
+        tree, is_published = judged.tree, self.loop == "published"
+        longest = judged.longest(stands if is_published else judged.within_answer(stands))
+        if self.ties == "closest":
+            best = min(longest, key=lambda node: judged.distance_to(node, stands))
+        else:
+            leaves = first_leaves(tree)
+            best = min(longest, key=lambda node: leaves[node])
+        path = tree.path_to(best)
+        return path[: tree.root + 1 + max(judged.deepest, 0)] if is_published else path
+
+
+def first_leaves(tree: DraftTree) -> list[int]:
+    """The smallest leaf at or below each node, [node]."""
+    first = [tree.num_nodes] * tree.num_nodes
+    inner = set(tree.parents)
+    for node in reversed(range(tree.num_nodes)):
+        if node not in inner:
+            first[node] = node
+        parent = tree.parents[node]
+        if parent >= 0:
+            first[parent] = min(first[parent], first[node])
+    return first
+
 
 METHODS = {
-    "spec-vla": "autoregressive:rule=within-ids,radius=9,plans=spec-vla,ties=first-row,"
-    "whole_vocabulary=on",
+    "spec-vla": "autoregressive:rule=within-ids,radius=9,plans=spec-vla,whole_vocabulary=on",
     "spec-vla-strict": "spec-vla:radius=0",
     "spec-vla-long": "spec-vla:radius=5",
     "spec-vla-published": "spec-vla:loop=published",

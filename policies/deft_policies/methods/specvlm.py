@@ -8,7 +8,9 @@ Left out: the paper chooses the patches by the target's attention. Here they are
 Numbers: none: no small VLA is published to draft with.
 """
 
+from deft_policies.decoding.knobs import read_share
 from deft_policies.decoding.plan import TreeShape, plan
 
+OPTIONS = {"patch_share": read_share}
 METHODS = {"specvlm": "autoregressive:plans=specvlm,patch_share=0.1"}
 PLANS = {"specvlm": (plan("pruned-tree", "", "small-model", TreeShape.eagle()),)}

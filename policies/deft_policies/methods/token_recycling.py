@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING
 
-from deft_policies.decoding import kinds
 from deft_policies.decoding.drafts import Guesses, ModelSource
 from deft_policies.decoding.plan import TreeShape, plan
 
@@ -39,7 +38,7 @@ class TokenRecycling(ModelSource):
     the session counts as certain, less one for every step that has passed since.
     """
 
-    kind = kinds.TOKEN_RECYCLING
+    kind = "token-recycling"
     _steps = 16
 
     def __init__(self, target: Target) -> None:
@@ -73,7 +72,7 @@ class TokenRecycling(ModelSource):
 
         from deft_policies.decoding.drafts.growth import grow, read_grown
 
-        depth = sequence.num_missing
+        depth = sequence.draft_depth
         if depth <= 0:
             return []
         table = torch.from_numpy(sequence.notes[self.kind])[None]
@@ -107,3 +106,4 @@ class TokenRecycling(ModelSource):
 METHODS = {"token-recycling": "autoregressive:plans=token-recycling"}
 PLANS = {"token-recycling": (plan("recycled-tree", "", "token-recycling", TreeShape.eagle()),)}
 SOURCES = {"token-recycling": TokenRecycling}
+MEANINGS = {"token-recycling": "what the model last predicted behind the same tokens"}

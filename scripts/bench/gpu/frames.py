@@ -14,6 +14,7 @@ from deft_policies.base import ActRequest
 from deft_policies.benchmark.replay import Contender, Replay, ReplayFrame, replay
 from deft_policies.benchmark.transformers_loops import BaselineLoop, TransformersPolicy
 from deft_policies.decoding.methods import find_method
+from deft_policies.decoding.warm_up import capture
 from deft_policies.memory import SessionMemory
 from scripts.bench.gpu.asking import Row
 from scripts.bench.gpu.setting import MeasuredRunner, Setting
@@ -56,7 +57,7 @@ def captured_policy(
     ours = ScriptedPolicy(policy, scripts, answers)
     with runner.warming_up(), torch.inference_mode():
         ours.model.capture()
-        ours.engine.capture()
+        capture(ours.engine)
     answers.update(find_answers(ours, frames))
     return ours, runner
 

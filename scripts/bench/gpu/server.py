@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from deft_policies.decoding.captured import Layout, shapes_of
-from deft_policies.decoding.engine import WIDEST
+from deft_policies.decoding.planner import WIDEST
+from deft_policies.decoding.warm_up import capture
 from deft_policies.model.graphs import Reserve
 from deft_policies.model.sizes import OpenVLAConfig
 from scripts.bench.gpu.asking import Row
@@ -55,7 +56,7 @@ def server(setting: Setting) -> Iterator[Row]:
     try:
         with runner.warming_up():
             policy.model.capture()
-            policy.engine.capture()
+            capture(policy.engine)
     except OutOfTimeError:
         share = len(runner.captures) / plan.num_graphs
         seconds = setting.size.captures_s / share if share else None

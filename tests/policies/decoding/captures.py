@@ -7,12 +7,14 @@ from functools import lru_cache
 import torch
 
 from deft_policies.decoding.acceptance.rule import ActionSpace
-from deft_policies.decoding.engine import WIDEST, DraftModels, Engine
+from deft_policies.decoding.engine import Engine
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import KeyMask
+from deft_policies.decoding.planner import WIDEST, DraftModels
 from deft_policies.decoding.sequence import AnswerSpec
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.target import Prompt, Target
+from deft_policies.decoding.warm_up import capture
 from deft_policies.memory import SessionMemory
 from deft_policies.model.block_head import BlockHead, block_sizes
 from deft_policies.model.draft_heads import EagleHead, MedusaHeads, head_sizes
@@ -69,7 +71,7 @@ class Captured:
         target = Target(decoder(), ACTIONS, runner=self.runner)
         self.engine = Engine(target, models(), widest, longest_answer=LONGEST_ANSWER)
         with torch.inference_mode(), self.runner.warming_up():
-            self.engine.capture()
+            capture(self.engine)
         self.num_captured = self.capturer.num_captured
 
     def check_nothing_was_captured_since(self) -> None:

@@ -10,8 +10,9 @@ from deft_policies.decoding import kinds
 from deft_policies.decoding.acceptance.rule import ActionSpace
 from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.drafts import Branches, DraftSource, Guesses
-from deft_policies.decoding.engine import DraftModels, Engine, Maker
+from deft_policies.decoding.engine import Engine
 from deft_policies.decoding.methods import Method, find_method, presets
+from deft_policies.decoding.planner import DraftModels, Maker
 from deft_policies.decoding.sequence import AnswerSpec
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.target import PassRow, Prompt, Scores, Target
@@ -143,12 +144,12 @@ class Session:
     """Rows that act step after step, and what is remembered of each."""
 
     memories: list[SessionMemory]
-    form: AnswerSpec
+    spec: AnswerSpec
 
     @staticmethod
     def of(num_rows: int, space: ActionSpace | None = None) -> "Session":
-        form = AnswerSpec.action(space or ActionSpace.in_bins(LENGTH))
-        return Session([SessionMemory() for _ in range(num_rows)], form)
+        spec = AnswerSpec.action(space or ActionSpace.in_bins(LENGTH))
+        return Session([SessionMemory() for _ in range(num_rows)], spec)
 
 
 class Decoding:
@@ -166,7 +167,7 @@ class Decoding:
         given = {**vars(models), "scripted": scripted}
         self.engine = Engine(target, ScriptedModels(**given) if scripted else models)  # type: ignore[arg-type]
         self.method = method
-        self.engine.plans(method)
+        self.engine.planner.plans(method)
 
     def decode(
         self,
@@ -176,7 +177,7 @@ class Decoding:
         wants_margins: bool = False,
     ) -> list[DecodeTrace]:
         """One action of every row, in order."""
-        rows = [Answer(self.method, session.form, one, wants_margins) for one in session.memories]
+        rows = [Answer(self.method, session.spec, one, wants_margins) for one in session.memories]
         self.engine.decode(prompts, rows, clock or StageClock(CPU))
         session.memories = [row.memory for row in rows]
         return [row.trace for row in rows if row.trace is not None]

@@ -1,5 +1,6 @@
 """The path that is committed, against trying every path by hand."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -7,13 +8,12 @@ import torch
 
 from deft_policies.decoding.accept import accept
 from deft_policies.decoding.acceptance.rule import AcceptanceRule, ActionSpace, ExactMatch
-from deft_policies.decoding.plan import TieBreak
 from deft_policies.decoding.sequence import AnswerSpec, Found
 from deft_policies.decoding.tree import Branches, DraftTree, merge
 from deft_policies.methods.spec_vla import WithinIds
 from deft_policies.methods.top_k import TopK
 from deft_policies.methods.within_bins import WithinBins
-from tests.policies.decoding.trees import Case, random_case, steps_to
+from tests.policies.decoding.trees import Case, OnBins, random_case, steps_to
 from tests.tiny_target import LENGTH, path_to
 
 pytestmark = pytest.mark.promise
@@ -53,16 +53,23 @@ def first_row(case: Case, rule: AcceptanceRule) -> int:
     return best
 
 
-@pytest.mark.parametrize("rule", [ExactMatch(), WithinBins(4), WithinIds(4)])
-@pytest.mark.parametrize("tie_break", list(TieBreak))
+@pytest.mark.parametrize(
+    ("rule", "slow"),
+    [
+        (ExactMatch(), closest),
+        (WithinBins(4), closest),
+        (WithinIds(4, ties="closest"), closest),
+        (WithinIds(4), first_row),
+        (OnBins(4), first_row),
+    ],
+)
 def test_the_path_is_the_one_found_by_trying_every_path(
-    rule: AcceptanceRule, tie_break: TieBreak
+    rule: AcceptanceRule, slow: Callable[[Case, AcceptanceRule], int]
 ) -> None:
-    slow = closest if tie_break is TieBreak.CLOSEST else first_row
     num_ties = 0
     for seed in range(300):
         case = random_case(seed)
-        path, bonus = case.committed(rule, tie_break)
+        path, bonus = case.committed(rule)
         expected = path_to(case.tree, slow(case, rule))
         usable = accepted_nodes(case, rule)
         lengths = [len(path_to(case.tree, node)) for node in usable]
@@ -84,16 +91,16 @@ def test_closeness_wins_before_likelihood_and_likelihood_before_order() -> None:
     logits = torch.nn.functional.one_hot(torch.tensor([30] * 4), 60).float()
     case = replace(random_case(0), tree=tree, logits=logits)
     case.answer.tokens, case.answer.target_tokens = [], []
-    path, _ = case.committed(WithinBins(5), TieBreak.CLOSEST)
+    path, _ = case.committed(WithinBins(5))
     assert path == [0, 3]  # as close as node 2, and likelier
-    path, _ = case.committed(WithinBins(5), TieBreak.FIRST_ROW)
+    path, _ = case.committed(OnBins(5))
     assert path == [0, 1]
 
 
 def test_the_last_token_of_an_action_is_never_a_draft() -> None:
     for seed in range(120):
         case = random_case(seed)
-        path, _ = case.committed(WithinIds(99), TieBreak.CLOSEST)
+        path, _ = case.committed(WithinIds(99))
         assert case.num_committed + len(path) - 1 <= LENGTH - 1
 
 
@@ -102,7 +109,7 @@ def test_no_draft_of_the_stop_token_is_committed(rule: AcceptanceRule) -> None:
     num_stops, spec = 0, AnswerSpec(LENGTH, 25, ActionSpace.in_bins(LENGTH))
     for seed in range(200):
         case = random_case(seed, spec=spec)
-        path, _ = case.committed(rule, TieBreak.CLOSEST)
+        path, _ = case.committed(rule)
         assert 25 not in tokens_at(case, path)[1:]
         num_stops += 25 in case.tree.tokens[1:]
     assert num_stops > 20
@@ -130,10 +137,10 @@ def test_nothing_is_relaxed_where_tokens_mean_no_distance() -> None:
     always, num_near = TopK(k=1000), 0
     for seed in range(100):
         without = random_case(seed, spec=AnswerSpec(LENGTH, 25))
-        path, _ = without.committed(always, TieBreak.CLOSEST)
-        exact, _ = without.committed(ExactMatch(), TieBreak.CLOSEST)
+        path, _ = without.committed(always)
+        exact, _ = without.committed(ExactMatch())
         assert len(path) == len(exact)
         assert tokens_at(without, path) == tokens_at(without, exact)
         relaxed = random_case(seed, spec=AnswerSpec(LENGTH, 25, ActionSpace.in_bins(LENGTH)))
-        num_near += len(relaxed.committed(always, TieBreak.CLOSEST)[0]) > len(path)
+        num_near += len(relaxed.committed(always)[0]) > len(path)
     assert num_near > 10

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from deft_policies.decoding.acceptance.rule import ActionSpace
-from deft_policies.decoding.engine import DraftModels, Engine
+from deft_policies.decoding.engine import Engine
 from deft_policies.decoding.methods import find_method
+from deft_policies.decoding.planner import DraftModels
 from deft_policies.decoding.sequence import AnswerSpec
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.target import Target

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
-from deft_policies.decoding.engine import DraftModels, Engine
+from deft_policies.decoding.engine import Engine
 from deft_policies.decoding.methods import Method, find_method
+from deft_policies.decoding.planner import DraftModels
 from deft_policies.decoding.sequence import AnswerSpec
 from deft_policies.decoding.sequence import Sequence as Row
 from deft_policies.decoding.target import Prompt, Target
@@ -60,11 +61,11 @@ class Request:
     temperature: float
     text_length: int
     picture: int
-    form: AnswerSpec
+    spec: AnswerSpec
     memory: SessionMemory
 
     def row(self) -> Row:
-        return Row(method_of(self.method, self.temperature), self.form, self.memory, True)
+        return Row(method_of(self.method, self.temperature), self.spec, self.memory, True)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from deft_policies.decoding.plan import Plan
 from deft_policies.decoding.sequence import AnswerSpec
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.target import PassRow, Prompt, Scores, Target
+from deft_policies.decoding.warm_up import warm_up
 from deft_policies.errors import RequestError
 from deft_policies.model.kv_cache import KVCache
 from deft_policies.model.llama import LlamaDecoder
@@ -61,14 +62,14 @@ def wanted(text_length: int, seed: int, max_tokens: int, stop: int | None) -> tu
     return tuple(tokens)
 
 
-def expect_plain(prompt: Prompt, tokens: Sequence[int], form: AnswerSpec) -> None:
+def expect_plain(prompt: Prompt, tokens: Sequence[int], spec: AnswerSpec) -> None:
     """Every token the likeliest after those before it, up to the stop token or the limit."""
     embeds = torch.cat((prompt.embeds, decoder().embedding(torch.tensor(list(tokens)))))
     logits = decoder().head(decoder()(embeds[None])[0, prompt.length - 1 : -1])
     best = logits.amax(dim=1)
     assert torch.all(logits[torch.arange(len(tokens)), torch.tensor(tokens)] >= best - NEAR)
-    assert form.stop is None or form.stop not in tokens[:-1]
-    assert len(tokens) == form.max_tokens or tokens[-1] == form.stop
+    assert spec.stop is None or spec.stop not in tokens[:-1]
+    assert len(tokens) == spec.max_tokens or tokens[-1] == spec.stop
 
 
 @dataclass(eq=False)
@@ -117,19 +118,19 @@ def method_with(rides: bool, text: str = "lossless:guard=off") -> Method:
     return replace(find_method(text), plans=(Plan("case", riders, (kinds.HEAD,)),))
 
 
-def row_of(method: Method, text_length: int, seed: int, form: AnswerSpec, number: int) -> Answer:
-    row = Answer(method, form)
+def row_of(method: Method, text_length: int, seed: int, spec: AnswerSpec, number: int) -> Answer:
+    row = Answer(method, spec)
     row.memory = replace(row.memory, noise=number)
     ASKED[number] = (text_length, seed)
     return row
 
 
-forms = st.builds(
+specs = st.builds(
     AnswerSpec,
     st.one_of(st.integers(1, 30), st.integers(1, LONGEST)),
     st.one_of(st.none(), st.just(STOP), st.integers(0, VOCABULARY - 1)),
 )
-asks = st.tuples(st.integers(1, 9), st.integers(0, 5), forms)
+asks = st.tuples(st.integers(1, 9), st.integers(0, 5), specs)
 
 
 @settings(
@@ -158,11 +159,11 @@ def test_answers_are_plain_decodings_whoever_joins_or_leaves(
                 some = waiting.pop()
                 prompts = [prompt(length, number) for length, number, _ in some]
                 rows = [
-                    row_of(method, length, number, form, len(asked) + index)
-                    for index, (length, number, form) in enumerate(some)
+                    row_of(method, length, number, spec, len(asked) + index)
+                    for index, (length, number, spec) in enumerate(some)
                 ]
-                for row, one, (_, _, form) in zip(rows, prompts, some, strict=True):
-                    asked[row.memory.noise] = (one, form)
+                for row, one, (_, _, spec) in zip(rows, prompts, some, strict=True):
+                    asked[row.memory.noise] = (one, spec)
                 engine.start(prompts, rows)
                 open_rows += rows
             if open_rows and rng.random() < 0.05:
@@ -186,10 +187,10 @@ def test_right_drafts_of_several_hundred_tokens_take_one_pass(
         def draft(self, sequence: Answer, depth: int) -> Guesses:
             return [list(answer_of(sequence))]
 
-    form = AnswerSpec(max_tokens, stop)
+    spec = AnswerSpec(max_tokens, stop)
     engine, method = engine_with(Whole(1.0, 0, True)), method_with(rides=True)
     with torch.inference_mode():
-        row = row_of(method, 4, 1, form, 0)
+        row = row_of(method, 4, 1, spec, 0)
         engine.decode([prompt(4, 1)], [row], clock())
     assert tuple(row.tokens) == wanted(4, 1, max_tokens, stop)
     assert row.num_passes == 1
@@ -209,9 +210,9 @@ def test_distances_are_refused_by_name_where_answers_have_no_bins() -> None:
     engine = Engine(Target(decoder(), ACTIONS))
     for name in ("deft", "within-bins", "entropy-radius", "heisd-like", "kerv-like", "lvspec"):
         with pytest.raises(RequestError, match=f"{name!r} measures distances"):
-            engine.check(Answer(find_method(name), AnswerSpec(20, STOP)))
+            engine.planner.check(Answer(find_method(name), AnswerSpec(20, STOP)))
     for name in ("lossless", "fly", "top-k", "near-top"):
-        engine.check(Answer(find_method(name), AnswerSpec(20, STOP)))
+        engine.planner.check(Answer(find_method(name), AnswerSpec(20, STOP)))
 
 
 class Near(Scripted):
@@ -281,12 +282,12 @@ def test_one_method_answers_texts_and_actions_in_any_order(
     """What was set aside for shorter answers, or for answers without actions, is made larger."""
     method, engine = find_method(text), Engine(Target(decoder(), ACTIONS))
     action = AnswerSpec.action(ActionSpace.in_bins(7))
-    forms = [AnswerSpec(3), AnswerSpec(40), AnswerSpec(30, STOP), action, AnswerSpec(60)]
+    specs = [AnswerSpec(3), AnswerSpec(40), AnswerSpec(30, STOP), action, AnswerSpec(60)]
     with torch.inference_mode():
-        for number, form in enumerate(forms):
-            row = row_of(method, 3, number, form, 0)
+        for number, spec in enumerate(specs):
+            row = row_of(method, 3, number, spec, 0)
             engine.decode([prompt(3, number)], [row], clock())
-            assert tuple(row.tokens) == wanted(3, number, form.max_tokens, form.stop)
+            assert tuple(row.tokens) == wanted(3, number, spec.max_tokens, spec.stop)
 
 
 def test_a_source_that_reads_passes_never_rides_before_the_first_one() -> None:
@@ -296,10 +297,10 @@ def test_a_source_that_reads_passes_never_rides_before_the_first_one() -> None:
             return super().draft(sequence, depth)
 
     engine, method = engine_with(AfterPasses(0.9, 0, early=False)), method_with(rides=True)
-    form = AnswerSpec(20)
+    spec = AnswerSpec(20)
     with torch.inference_mode():
         for number in range(2):
-            row = row_of(method, 3, number, form, 0)
+            row = row_of(method, 3, number, spec, 0)
             engine.decode([prompt(3, number)], [row], clock())
             assert tuple(row.tokens) == wanted(3, number, 20, None)
             assert row.trace is not None
@@ -308,10 +309,10 @@ def test_a_source_that_reads_passes_never_rides_before_the_first_one() -> None:
 
 def test_actions_of_two_lengths_are_guarded_apart() -> None:
     method, engine = find_method("lossless"), Engine(Target(decoder(), ACTIONS))
-    forms = [AnswerSpec.action(ActionSpace.in_bins(length)) for length in (4, 9)]
+    specs = [AnswerSpec.action(ActionSpace.in_bins(length)) for length in (4, 9)]
     with torch.inference_mode():
-        engine.warm_up(prompt(3, 0), method, forms[0])
-        rows = [row_of(method, 3, 0, form, 0) for form in forms]
+        warm_up(engine, prompt(3, 0), method, specs[0])
+        rows = [row_of(method, 3, 0, spec, 0) for spec in specs]
         engine.decode([prompt(3, 0)] * 2, rows, clock())
     assert [len(row.tokens) for row in rows] == [4, 9]
     first, second = (row.guard for row in rows)

@@ -121,7 +121,7 @@ def test_answers_that_join_and_leave_change_nothing(captured: Captured) -> None:
                 engine.step(clock())
             engine.cancel(rows[1])
             engine.start(prompts[5:], rows[5:])
-            while engine.rows:
+            while engine.unfinished:
                 engine.step(clock())
         del rows[1]
         wanted = [one for index, one in enumerate(greedy(decoder(), prompts)) if index != 1]
@@ -145,7 +145,7 @@ def test_plain_decoding_runs_ahead_of_the_host(captured: Captured) -> None:
     unread = []
     with torch.inference_mode():
         engine.start([prompt], [row])
-        while engine.rows:
+        while engine.unfinished:
             engine.step(clock())
             unread.append(row.num_unread)
     assert max(unread) == 2

@@ -23,6 +23,7 @@ from deft_policies.decoding.sequence import AnswerSpec
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.target import Prompt, Target
 from deft_policies.decoding.tree import DraftTree
+from deft_policies.decoding.warm_up import capture
 from deft_policies.memory import SessionMemory
 from deft_policies.model.graphs import Reserve, StepRunner
 from deft_policies.model.llama import LlamaDecoder, RotaryTable
@@ -127,7 +128,7 @@ def engine_of(is_captured: bool, rng: random.Random) -> Engine:
     target = Target(decoder(), ACTIONS, runner=runner)
     engine = Engine(target, ScriptedModels(scripted=(Scripted(rng),)), longest_answer=24)
     with torch.inference_mode(), runner.warming_up():
-        engine.capture()
+        capture(engine)
     return engine
 
 
@@ -175,7 +176,7 @@ def test_more_forced_tokens_than_a_pass_holds_take_several(is_captured: bool) ->
     """The rest is committed by the passes that follow, whose logits leave nothing else."""
     grammar, spec = Brackets(largest=60), AnswerSpec(40, STOP)
     engine = engine_of(is_captured, random.Random(0))
-    engine._widest = 8
+    engine.planner.widest = 8
     for index, row in enumerate(play(engine, grammar, spec, [PLAIN] * len(prompts()))):
         assert tuple(row.tokens) == wanted(index, grammar, spec)
         assert max(one.tree.num_nodes for one in row.records) <= 8

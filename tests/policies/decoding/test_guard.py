@@ -15,6 +15,7 @@ from deft_policies.decoding.guard import DECIDE_EVERY, Choice, Guard, Price, bes
 from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.plan import PLAIN, Plan
 from deft_policies.decoding.sequence import AnswerSpec
+from deft_policies.decoding.warm_up import warm_up
 from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
 from tests.policies.decoding.scripts import Decoding, Session, tokens_of
@@ -212,7 +213,7 @@ def test_a_guarded_method_stays_lossless_and_says_why_it_chose() -> None:
     decoder = tiny_decoder()
     guarded = Decoding(fast_target(decoder), find_method("lossless"))
     session = Session.of(2)
-    guarded.engine.warm_up(random_prompts(decoder, [3])[0], guarded.method, session.form)
+    warm_up(guarded.engine, random_prompts(decoder, [3])[0], guarded.method, session.spec)
     reasons = set()
     for step in range(80):
         prompts = random_prompts(decoder, [2, 5], seed=step // 8)
@@ -227,9 +228,9 @@ def test_warming_up_measures_every_plan_and_teaches_nothing_about_answers() -> N
     guarded = Decoding(fast_target(decoder), find_method("lossless"))
     session = Session.of(1)
     prompts = random_prompts(decoder, [3])
-    guarded.engine.warm_up(prompts[0], guarded.method, session.form)
-    (guard,) = guarded.engine._guards.values()
-    plans = guarded.engine.plans(guarded.method)
+    warm_up(guarded.engine, prompts[0], guarded.method, session.spec)
+    (guard,) = guarded.engine.planner.guards.values()
+    plans = guarded.engine.planner.plans(guarded.method)
     assert set(guard._prices) == {"plain", *(plan.name for plan in plans)}
     assert all(needed.count == 0 for needed in guard._needed.values())
 
@@ -239,7 +240,7 @@ def test_a_guard_of_another_method_knows_what_plans_cost() -> None:
     decoder = tiny_decoder()
     timed = Decoding(fast_target(decoder), find_method("lossless"))
     prompts, session = random_prompts(decoder, [3]), Session.of(1)
-    timed.engine.warm_up(prompts[0], timed.method, session.form)
+    warm_up(timed.engine, prompts[0], timed.method, session.spec)
     timed.method = replace(find_method("lossless"), name="lossless:plans=ours,guard=on")
     assert timed.decode(prompts, session)[0].guard.split()[0] in ("expects", "trying")
 
@@ -269,7 +270,7 @@ def test_answers_of_other_lengths_have_a_guard_of_their_own() -> None:
     prompts = random_prompts(decoder, [3])
     guarded.decode(prompts, Session.of(1))
     guarded.decode(prompts, Session([*Session.of(1).memories], _chunk()))
-    assert len(guarded.engine._guards) == 2
+    assert len(guarded.engine.planner.guards) == 2
 
 
 def _chunk() -> AnswerSpec:
@@ -302,5 +303,5 @@ def test_the_policy_tells_what_its_guards_have_decided() -> None:
     assert not any(name.startswith("guard,") for name in policy.info.details)
     policy.warm_up()
     plan, reason = policy.info.details["guard, lossless"].split(": ")
-    assert reason.startswith(f"expects {policy.engine.decisions['lossless'].split()[2]}")
+    assert reason.startswith(f"expects {policy.engine.planner.decisions['lossless'].split()[2]}")
     assert plan in {"plain", *(one.name for one in policy.method.plans)}

@@ -16,9 +16,10 @@ from deft_policies.decoding import kinds
 from deft_policies.decoding.acceptance.rule import ActionSpace, DeviceRule, TreeRule
 from deft_policies.decoding.drafts import heads
 from deft_policies.decoding.drafts.growth import Grown
-from deft_policies.decoding.engine import DraftModels, Engine
+from deft_policies.decoding.engine import Engine
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import Plan, TreeShape
+from deft_policies.decoding.planner import DraftModels
 from deft_policies.decoding.read import Reading
 from deft_policies.decoding.sequence import AnswerSpec, Found
 from deft_policies.decoding.sequence import Sequence as Answer
@@ -33,7 +34,7 @@ from tests.tiny_target import ACTIONS, LENGTH, NUM_PATCHES, WIDTH, tiny_decoder
 META = torch.device("meta")
 FORM = AnswerSpec.action(ActionSpace.in_bins(LENGTH))
 ON_DEVICE = (kinds.HEAD, kinds.MEDUSA)  # models that run on the device; each reads its tree
-ON_HOST = (kinds.PREVIOUS, kinds.EXTRAPOLATION, kinds.NGRAM, kinds.RECYCLED)
+ON_HOST = (kinds.PREVIOUS, kinds.EXTRAPOLATION, "ngram", kinds.RECYCLED)
 SHAPES = (
     TreeShape(5, 4, 20),
     TreeShape(5, 4, 20, is_full_depth=True),
@@ -79,7 +80,7 @@ def meta_models() -> DraftModels:
 
 
 def reads_and_passes(
-    method: Method, monkeypatch: pytest.MonkeyPatch, form: AnswerSpec = FORM
+    method: Method, monkeypatch: pytest.MonkeyPatch, spec: AnswerSpec = FORM
 ) -> tuple[int, int, int]:
     """Decode two answers on meta tensors: reads of passes, reads of drafts, and passes."""
     drafted = []
@@ -96,7 +97,7 @@ def reads_and_passes(
     monkeypatch.setattr(heads, "read_grown", read_drafts)
     own = tuple((ACTIONS.last - step,) * LENGTH for step in range(3))  # nothing near them
     memory = SessionMemory(own=own, drift=(0.0,) * LENGTH, answer=(7,) * 20)
-    rows = [Answer(method, form, memory) for _ in range(2)]
+    rows = [Answer(method, spec, memory) for _ in range(2)]
     engine = Engine(meta_target(), meta_models())
     prompt = torch.empty(12, WIDTH, device=META)
     prompts = [Prompt(prompt, 1, slice(1, 1 + NUM_PATCHES)) for _ in rows]

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from deft_policies.decoding import engine as engines
 from deft_policies.decoding import kinds
 from deft_policies.decoding.accept import accept
-from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.kinds import OUR_KINDS
 from deft_policies.decoding.methods import Method, find_method
 from deft_policies.decoding.plan import Plan, TreeShape
+from deft_policies.decoding.planner import DraftModels
 from deft_policies.decoding.sequence import Found
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.target import PassRow, Prompt, Scores, Target
@@ -135,8 +135,9 @@ def script(case: Case, number: int) -> Guess:
 
 def method_of(case: Case) -> Method:
     plan = Plan("case", case.drafts, case.drafts, case.shape)
-    method = find_method("lossless:guard=off,patch_share=0.5")
-    return replace(method, plans=(plan,), multi_level=case.script_seed % 2 == 1)
+    multi_level = "on" if case.script_seed % 2 else "off"
+    method = find_method(f"lossless:guard=off,patch_share=0.5,multi_level={multi_level}")
+    return replace(method, plans=(plan,))
 
 
 def expect_lossless(case: Case, target: object) -> None:

@@ -87,7 +87,7 @@ def spoil(file: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [delete, spoil], ids=["deleted", "broken"])
-@pytest.mark.parametrize("name", ["spec_vla", "within_bins", "pld"])
+@pytest.mark.parametrize("name", ["spec_vla", "within_bins", "pld", "small_model"])
 def test_a_file_takes_away_what_it_holds_and_nothing_else(
     copy: Path, name: str, harm: Callable[[Path], None]
 ) -> None:
@@ -108,7 +108,7 @@ def test_a_file_takes_away_what_it_holds_and_nothing_else(
 
 
 def test_no_two_files_hold_the_same_name() -> None:
-    for table in ("METHODS", "RULES", "PLANS", "SOURCES"):
+    for table in ("METHODS", "RULES", "PLANS", "SOURCES", "MEANINGS"):
         found = [key for one in method_files().values() for key in getattr(one, table, {})]
         assert len(found) == len(set(found)) == len(from_files(table))
     assert AUTOREGRESSIVE in presets()

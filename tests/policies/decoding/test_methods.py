@@ -4,13 +4,12 @@ import json
 import subprocess
 import sys
 
-from deft_policies.decoding import kinds
 from deft_policies.decoding.methods import DEFAULT_METHOD, Method, find_method, presets
 from deft_policies.decoding.plan import Plan
 from deft_policies.families.options import ModelOptions
 from tests.repository import ROOT
 
-ALWAYS_THERE = {kinds.NGRAM, kinds.TOKEN_RECYCLING}
+ALWAYS_THERE = {"ngram", "token-recycling"}
 
 
 def plan_fields(plan: Plan) -> dict[str, object]:
@@ -32,16 +31,16 @@ def method_fields(method: Method) -> dict[str, object]:
         "name": method.name,
         "rule": str(method.rule),
         "plans": [plan_fields(plan) for plan in method.plans],
-        "ties": method.tie_break.value,
+        "ties": getattr(method.rule, "ties", "closest"),
         "required": sorted(method.required - ALWAYS_THERE),
         "whole_vocabulary": method.whole_vocabulary,
         "is_guarded": method.is_guarded,
         "temperature": method.temperature,
         "seed": method.seed,
-        "draws_drafts": method.rule.draws_drafts,
-        "multi_level": method.multi_level,
-        "patch_share": method.patch_share,
-        "loop": method.loop.value,
+        "draws_drafts": method.draws,
+        "multi_level": method.option("multi_level", False),
+        "patch_share": method.option("patch_share", 1.0),
+        "loop": getattr(method.rule, "loop", "lean"),
     }
 
 

@@ -10,9 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deft_core.types import DecodeTrace
 from deft_policies.decoding import kinds
 from deft_policies.decoding.acceptance.rule import ActionSpace
-from deft_policies.decoding.engine import DraftModels, Engine
+from deft_policies.decoding.engine import Engine
 from deft_policies.decoding.methods import AUTOREGRESSIVE, Method, find_method, method_names
 from deft_policies.decoding.plan import Plan, TreeShape
+from deft_policies.decoding.planner import DraftModels
 from deft_policies.decoding.sampling import first_maximum, top_gap
 from deft_policies.decoding.sequence import AnswerSpec
 from deft_policies.decoding.sequence import Sequence as Answer
@@ -147,7 +148,7 @@ def test_statistics_of_the_trace_follow_from_its_trees(name: str) -> None:
         assert trace.tokens == tokens[:LENGTH]
         assert list(trace.accepted_lengths) == lengths
         assert trace.relaxed_share == pytest.approx(relaxed)
-        assert sum(lengths) + trace.num_passes - LENGTH in (0, method.loop.num_behind)
+        assert sum(lengths) + trace.num_passes - LENGTH in (0, method.rule.tokens_behind)
         assert trace.passes[0].is_prefill
         assert not any(one.is_prefill for one in trace.passes[1:])
         assert (trace.method, trace.rule) == (name, rule)
@@ -250,9 +251,9 @@ class Operations(TorchDispatchMode):
 def operations_of_a_plain_round(num_layers: int) -> list[str]:
     decoder = tiny_decoder(num_layers=num_layers)
     engine = Engine(fast_target(decoder))
-    form = AnswerSpec.action(ActionSpace.in_bins(LENGTH))
+    spec = AnswerSpec.action(ActionSpace.in_bins(LENGTH))
     with torch.inference_mode():
-        engine.start(random_prompts(decoder, [3]), [Answer(find_method(AUTOREGRESSIVE), form)])
+        engine.start(random_prompts(decoder, [3]), [Answer(find_method(AUTOREGRESSIVE), spec)])
         for _ in range(2):
             engine.step(clock())
         with Operations() as seen:

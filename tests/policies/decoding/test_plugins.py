@@ -38,7 +38,7 @@ from deft_policies.decoding.drafts import DraftSource
 from deft_policies.decoding.engine import Engine
 from deft_policies.decoding.kinds import source_kinds
 from deft_policies.decoding.methods import find_method, method_names
-from deft_policies.decoding.plan import Loop, TieBreak, TreeShape
+from deft_policies.decoding.plan import TreeShape
 from deft_policies.decoding.plugins import broken_plugins, find_plugins, load_rule
 from deft_policies.decoding.sequence import AnswerSpec, LastPass
 from deft_policies.decoding.sequence import Sequence as Answer
@@ -244,7 +244,7 @@ def test_the_code_of_the_page_compares_a_source_with_plain_decoding(installed: P
 
 RULE = """
 from dataclasses import dataclass
-from deft_policies.decoding.acceptance.rule import DeviceRule, PathRule
+from deft_policies.decoding.acceptance.rule import DeviceRule, PathRule, TreeRule
 
 @dataclass(frozen=True)
 class Rule({kind}):
@@ -314,7 +314,7 @@ def test_a_plugin_that_cannot_be_loaded_stops_nobody_else(
 def test_a_rule_that_fails_while_it_runs_is_named(place: Path) -> None:
     rule = add_rule(place, "1 / 0")
     with pytest.raises(PolicyError, match=r"plugin mass-robot .*ZeroDivisionError"):
-        random_case(0).committed(rule, TieBreak.CLOSEST)
+        random_case(0).committed(rule)
 
 
 SOURCE = """
@@ -487,15 +487,43 @@ def test_a_source_that_guesses_what_nobody_can_read_is_named(
         drafted.decode(prompts, Session.of(2))
 
 
-@pytest.mark.parametrize("broken", ["source", "path rule", "device rule"])
-def test_a_broken_plugin_fails_who_names_it_and_no_neighbour(place: Path, broken: str) -> None:
-    """In one batch, whose other answers go on in the same passes."""
-    if broken == "source":
-        add_source(place, "1 / 0")
-        method = "lossless:drafts=odd"
+@pytest.mark.parametrize(
+    ("kind", "answer", "message"),
+    [
+        ("", "1 / 0", "ZeroDivisionError"),
+        ("PathRule", "1 / 0", "ZeroDivisionError"),
+        ("DeviceRule", "1 / 0", "ZeroDivisionError"),
+        ("TreeRule", "[True]", r"accepts must answer bool \[node\], here \[\d+\], got \[True\]"),
+        ("TreeRule", "None", r"accepts must answer bool \[node\], here \[\d+\], got None"),
+    ],
+)
+def test_a_broken_plugin_fails_who_names_it_and_no_neighbour(
+    place: Path, kind: str, answer: str, message: str
+) -> None:
+    if kind:
+        add_rule(place, answer, kind=kind)
     else:
-        add_rule(place, "1 / 0", kind="PathRule" if broken == "path rule" else "DeviceRule")
-        method = "mass:drafts=previous"
+        add_source(place, answer)
+    error = fails_alone("mass:drafts=previous" if kind else "lossless:drafts=odd")
+    assert re.search(rf"plugin \w+-robot .*{message}", error)
+
+
+@pytest.mark.parametrize("path", ["[]", "[0] * 60", "None"])
+def test_a_plugin_cannot_commit_what_is_no_path_of_the_answer(place: Path, path: str) -> None:
+    add_rule(place, field=f"best_path = lambda self, judged, stands: {path}")
+    assert "plugin mass-robot (mass_rule:Rule): " in fails_alone("mass:drafts=previous")
+
+
+def test_a_rule_of_a_method_file_that_fails_takes_away_its_own_answers_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("deft_policies.methods.within_bins.WithinBins.accepts", lambda *_: 1 / 0)
+    error = fails_alone("within-bins:drafts=previous")
+    assert error.startswith("a rule of deft_policies.methods.within_bins: ZeroDivisionError")
+
+
+def fails_alone(method: str) -> str:
+    """The error of an answer by this method. The others of its batch go on in the same passes."""
     decoder = tiny_decoder()
     prompts = random_prompts(decoder, [2, 5, 3], 0)
     wanted, spec = greedy(decoder, prompts), AnswerSpec.action(ActionSpace.in_bins(LENGTH))
@@ -503,13 +531,13 @@ def test_a_broken_plugin_fails_who_names_it_and_no_neighbour(place: Path, broken
     names = ("lossless:plan=memory", method, "autoregressive")
     rows = [Answer(find_method(name), spec, replace(memory)) for name in names]
     engine.start(prompts, rows)
-    while engine.rows:
+    while engine.unfinished:
         engine.step(StageClock(CPU))
     assert [row.error is not None for row in rows] == [False, True, False]
     assert [tuple(rows[index].tokens) for index in (0, 2)] == [wanted[0], wanted[2]]
-    assert re.search(r"plugin \w+-robot .*ZeroDivisionError", str(rows[1].error))
     assert rows[1].trace is None
     assert rows[1].memory is not None
+    return str(rows[1].error)
 
 
 def test_without_the_package_its_names_are_unknown() -> None:
@@ -541,13 +569,13 @@ def test_knobs_reach_the_rule_and_the_method() -> None:
     deft = find_method("deft:rule.move=1.5,cap=12").rule
     assert (deft.rule.move, deft.cap) == (1.5, 12)  # type: ignore[attr-defined]
     spec_vla = find_method("spec-vla:radius=5,loop=published")
-    assert spec_vla.loop is Loop.PUBLISHED
+    assert (spec_vla.rule.radius, spec_vla.rule.loop) == (5, "published")  # type: ignore[attr-defined]
     assert str(find_method("spec-vla:rule=top-k,k=3").rule) == "TopK(k=3)"
     assert find_method("lossless:plan=memory").plans[0].name == "memory"
     assert not find_method("lossless:plan=memory").is_guarded
     specvlm = find_method("specvlm:patch_share=0.2,multi_level=on")
-    assert (specvlm.patch_share, specvlm.multi_level) == (0.2, True)
-    assert specvlm.described()["small model"] == "multi_level=True, patch_share=0.2"
+    assert dict(specvlm.options) == {"patch_share": 0.2, "multi_level": True}
+    assert specvlm.described()["options"] == "patch_share=0.2, multi_level=1"
 
 
 def test_the_tree_of_eagle_has_25_guesses_on_5_levels() -> None:
@@ -575,6 +603,8 @@ def test_the_tree_of_eagle_has_25_guesses_on_5_levels() -> None:
         ("specvlm:patch_share=0", "expected a share above 0 and up to 1, got '0'"),
         ("specvlm:patch_share=all", "expected a number, got 'all'"),
         ("fly:multi_level=2", "expected on or off, got '2'"),
+        ("spec-vla:ties=last", "expected first-row or closest, got 'last'"),
+        ("lossless:ties=closest", "has no knob 'ties'"),
         ("lossless:limit", "has no knob 'limit'"),
         ("nobody:x=1", "unknown decoding 'nobody'"),
     ],

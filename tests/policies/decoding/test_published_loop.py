@@ -15,12 +15,16 @@ from torch import Tensor
 
 from deft_core.types import DecodeTrace
 from deft_policies.decoding.methods import find_method
-from deft_policies.decoding.plan import Loop, TieBreak
 from deft_policies.decoding.target import Prompt
 from deft_policies.decoding.tree import Branches, merge
 from deft_policies.methods.spec_vla import WithinIds
 from deft_policies.model.llama import LlamaDecoder
-from scripts.reproduce.published import PUBLISHED_SHARES, fit_acceptance, predicted_shares
+from scripts.reproduce.published import (
+    PUBLISHED_BEHIND,
+    PUBLISHED_SHARES,
+    fit_acceptance,
+    predicted_shares,
+)
 from tests.policies.decoding.scripts import (
     AnswerTarget,
     Decoding,
@@ -145,7 +149,7 @@ def plain(decoder: LlamaDecoder, prompt: Tensor) -> tuple[int, ...]:
 
 
 def decode(target: object, prompts: list[Prompt], guess: Guess, radius: int) -> DecodeTrace:
-    method = replace(find_method("spec-vla-published"), rule=WithinIds(radius))
+    method = find_method(f"spec-vla-published:radius={radius}")
     drafts = ScriptedDrafts(guess, max_depth=LEVELS)
     return Decoding(target, method, None, drafts).decode(prompts, Session.of(1))[0]
 
@@ -169,8 +173,8 @@ def told_token(told: tuple[int, ...], row: int, place: int, before: tuple[int, .
 
 
 def test_our_loop_never_drafts_for_the_last_token() -> None:
-    assert find_method("spec-vla").loop is Loop.LEAN
-    assert find_method("spec-vla-published").loop is Loop.PUBLISHED
+    assert find_method("spec-vla").rule.tokens_behind == 0
+    assert find_method("spec-vla-published").rule.tokens_behind == 1
 
 
 def test_a_whole_action_may_end_with_a_path_that_won_beyond_its_end() -> None:
@@ -195,10 +199,7 @@ def test_the_longest_path_is_cut_after_it_was_chosen() -> None:
     logits = torch.nn.functional.one_hot(said, 60).float()
     case = replace(random_case(0), tree=tree, logits=logits)
     case.answer.tokens = case.answer.target_tokens = [25] * 5
-    ours, theirs = (
-        case.committed(WithinIds(9), TieBreak.FIRST_ROW, loop)
-        for loop in (Loop.LEAN, Loop.PUBLISHED)
-    )
+    ours, theirs = (case.committed(one) for one in (WithinIds(9), WithinIds(9, loop="published")))
     assert ours == ([0, 1], 50)
     assert theirs == ([0, 2], 31)
 
@@ -207,7 +208,7 @@ def test_the_longest_path_is_cut_after_it_was_chosen() -> None:
 def test_the_published_loop_explains_the_strict_rows_of_table_2(suite: str) -> None:
     """Six chances, one per token, fitted to six shares."""
     shares = PUBLISHED_SHARES[suite]
-    chances, deviation = fit_acceptance(shares, Loop.PUBLISHED)
+    chances, deviation = fit_acceptance(shares, PUBLISHED_BEHIND)
     assert all(0.0 <= chance <= 1.0 for chance in chances)
     assert deviation < 0.002
 
@@ -215,10 +216,10 @@ def test_the_published_loop_explains_the_strict_rows_of_table_2(suite: str) -> N
 def test_predicted_shares_are_what_the_loops_do() -> None:
     """alpha = 0.4 and a gripper that is nearly always guessed, as the tables say."""
     chances = (0.4, 0.4, 0.4, 0.4, 0.4, 0.98)
-    shares = predicted_shares(chances, Loop.PUBLISHED)
+    shares = predicted_shares(chances, PUBLISHED_BEHIND)
     assert shares[0] == pytest.approx(0.5166, abs=1e-4)
     assert sum(share * (1 + n) for n, share in enumerate(shares)) == pytest.approx(1.737, abs=1e-3)
-    lean = predicted_shares(chances, Loop.LEAN)
+    lean = predicted_shares(chances, 0)
     assert lean[0] == pytest.approx(0.66, abs=1e-3)
 
 
@@ -227,8 +228,8 @@ def test_predicted_shares_equal_counted_ones() -> None:
     chances, num_actions = (0.3, 0.6, 0.5, 0.8, 0.4, 0.9), 400
     target, rng = AnswerTarget(), random.Random(5)
     target.wanted = [(1, 2, 3, 4, 5, 6, 7)]
-    for loop in Loop:
-        method = replace(find_method("spec-vla-published"), rule=WithinIds(0), loop=loop)
+    for loop in ("lean", "published"):
+        method = find_method(f"spec-vla:radius=0,loop={loop}")
 
         def guess(row: int, place: int, before: tuple[int, ...]) -> list[int]:
             return [place + 1 if place < 7 and rng.random() < chances[place - 1] else 90]
@@ -241,5 +242,5 @@ def test_predicted_shares_equal_counted_ones() -> None:
             for one in trace.checked_passes:
                 counts[one.accepted_length] += 1
         found = counts / counts.sum()
-        expected = torch.tensor(predicted_shares(chances, loop))
+        expected = torch.tensor(predicted_shares(chances, method.rule.tokens_behind))
         assert float((found - expected).abs().max()) < 0.04

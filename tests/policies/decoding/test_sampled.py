@@ -8,9 +8,9 @@ import torch
 from deft_policies.decoding import kinds
 from deft_policies.decoding.accept import accept
 from deft_policies.decoding.acceptance.rule import ActionSpace
-from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.methods import Method, find_method
 from deft_policies.decoding.plan import TreeShape
+from deft_policies.decoding.planner import DraftModels
 from deft_policies.decoding.read import draw_tokens
 from deft_policies.decoding.sampling import (
     ANSWER,
@@ -174,7 +174,7 @@ def test_fixed_guesses_keep_the_targets_odds(temperature: float) -> None:
     [
         (kinds.PREVIOUS,),
         (kinds.HEAD,),
-        (kinds.EXTRAPOLATION, kinds.NGRAM, kinds.RECYCLED, kinds.HEAD),
+        (kinds.EXTRAPOLATION, "ngram", kinds.RECYCLED, kinds.HEAD),
     ],
 )
 def test_drafted_sampling_draws_the_tokens_of_plain_sampling(drafts: tuple[str, ...]) -> None:
@@ -370,11 +370,11 @@ def test_drawn_drafts_keep_the_odds_of_whole_actions(kind: str, shape: TreeShape
     drawn = Decoding(target, method.with_drafts((kind,)).with_shape(shape), models)
     (one,) = random_prompts(decoder, [3])
     prompts = [one] * NUM_ROWS
-    form, found, kept = AnswerSpec.action(ActionSpace.in_bins(SHORT)), [], 0
+    spec, found, kept = AnswerSpec.action(ActionSpace.in_bins(SHORT)), [], 0
     for batch in range(NUM_DRAWS // NUM_ROWS):
         numbers = range(batch * NUM_ROWS, (batch + 1) * NUM_ROWS)
         memories = [SessionMemory(num_draws=number) for number in numbers]
-        traces = drawn.decode(prompts, Session(memories, form))
+        traces = drawn.decode(prompts, Session(memories, spec))
         found += tokens_of(traces)
         kept += sum(sum(trace.accepted_lengths) for trace in traces)
     assert 0.1 < kept / NUM_DRAWS < 1.9  # some stand and some fall
@@ -443,9 +443,9 @@ def test_fresh_sessions_draw_different_noise() -> None:
     method = find_method("lossless").with_sampling(3.0, 1)
     drawn = Decoding(fast_target(decoder), method)
     prompts = random_prompts(decoder, [4], seed=4)
-    form = AnswerSpec.action(ActionSpace.in_bins(LENGTH))
+    spec = AnswerSpec.action(ActionSpace.in_bins(LENGTH))
     answers = {
-        tokens_of(drawn.decode(prompts, Session([SessionMemory(noise=one)], form)))[0]
+        tokens_of(drawn.decode(prompts, Session([SessionMemory(noise=one)], spec)))[0]
         for one in range(8)
     }
     assert len(answers) > 4

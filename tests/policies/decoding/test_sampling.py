@@ -60,12 +60,12 @@ def test_a_row_draws_the_same_whatever_shares_its_batch() -> None:
     prompts = random_prompts(model, [4, 6, 2])
     target = Target(model.decoder, model.config.action_tokens)
     sampled = find_method("autoregressive").with_sampling(1.5, seed=11)
-    form = AnswerSpec.action(ActionSpace.in_bins(7))
+    spec = AnswerSpec.action(ActionSpace.in_bins(7))
 
     def decode(rows: list[int]) -> list[tuple[int, ...]]:
         batch = [prompts[row] for row in rows]
         memories = [SessionMemory(num_draws=row) for row in rows]
-        return tokens_of(Decoding(target, sampled).decode(batch, Session(memories, form)))
+        return tokens_of(Decoding(target, sampled).decode(batch, Session(memories, spec)))
 
     together = decode([0, 1, 2])
     assert [decode([row])[0] for row in range(3)] == together

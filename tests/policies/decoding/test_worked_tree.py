@@ -8,10 +8,10 @@ import torch
 
 from deft_policies.decoding.acceptance.rule import ActionSpace, ExactMatch
 from deft_policies.decoding.methods import find_method
-from deft_policies.decoding.plan import TieBreak
 from deft_policies.decoding.sequence import AnswerSpec
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.tree import Branches, merge
+from deft_policies.methods.spec_vla import WithinIds
 from deft_policies.methods.within_bins import WithinBins
 from deft_policies.model.sizes import TokenRange
 from tests.policies.decoding.trees import Case
@@ -80,11 +80,11 @@ def test_the_verdicts_in_the_table_are_those_of_the_rules() -> None:
 
 
 def test_exact_match_keeps_one_guess_and_commits_two_tokens() -> None:
-    assert case().committed(ExactMatch(), TieBreak.CLOSEST) == ([0, 2], 141)
+    assert case().committed(ExactMatch()) == ([0, 2], 141)
 
 
 def test_ties_go_to_the_closer_path_or_to_the_first_as_published() -> None:
-    closest, first = (case().committed(WithinBins(2), one) for one in TieBreak)
+    closest, first = (case().committed(one) for one in (WithinBins(2), WithinIds(2)))
     assert closest == ([0, 2, 4], 150)
     assert first == ([0, 1, 3], 155)
     text = PAGE.read_text(encoding="utf-8")

@@ -16,12 +16,13 @@ from deft_policies.decoding.acceptance.rule import (
     TreeRule,
 )
 from deft_policies.decoding.methods import find_method
-from deft_policies.decoding.plan import Loop, TieBreak
 from deft_policies.decoding.read import measure
 from deft_policies.decoding.sequence import AnswerSpec, Found
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.memory import SessionMemory
+from deft_policies.methods.lvspec import PATCHES
+from deft_policies.methods.spec_vla import WithinIds
 from deft_policies.model.sizes import TokenRange
 from tests.tiny_target import LENGTH, path_to
 
@@ -32,6 +33,14 @@ SPACE = ActionSpace(
     unit_per_bin=(0.5, 0.25, 0.0, 0.1, 0.2, 0.0, 0.0),
     class_boundary=(None, None, None, None, None, 40, None),
 )
+
+
+@dataclass(frozen=True)
+class OnBins(WithinIds):
+    """Spec-VLA's rule and order of paths, on action tokens alone."""
+
+    def may_relax(self, drafted: int, expected: int, sequence: Answer) -> bool:
+        return AcceptanceRule.may_relax(self, drafted, expected, sequence)
 
 
 @dataclass(frozen=True)
@@ -71,12 +80,9 @@ class Case:
         """Which paths a rule accepts, whatever is missing of the answer, [node]."""
         return stands_by(rule, self.by(rule))
 
-    def committed(
-        self, rule: AcceptanceRule, tie_break: TieBreak, loop: Loop = Loop.LEAN
-    ) -> tuple[list[int], int]:
+    def committed(self, rule: AcceptanceRule) -> tuple[list[int], int]:
         """The path that is committed, and the bonus."""
-        method = replace(self.answer.method, rule=rule, tie_break=tie_break, loop=loop)
-        self.answer.method = method
+        self.answer.method = replace(self.answer.method, rule=rule)
         return accept(self.answer, self.tree, self.found(rule))
 
 
@@ -98,8 +104,8 @@ def random_answer(
     """An action that has come some way, and was relaxed here and there; or text, with a stop."""
     drift = tuple(rng.uniform(-9, 9) for _ in range(LENGTH))
     memory = SessionMemory(drift=drift, num_steps=rng.randrange(200))
-    form = spec or AnswerSpec.action(space)
-    answer = Answer(replace(find_method("autoregressive"), name="test"), form, memory)
+    spec = spec or AnswerSpec.action(space)
+    answer = Answer(replace(find_method("autoregressive"), name="test"), spec, memory)
     answer.limit = LENGTH
     answer.action_tokens = ACTIONS
     own = [rng.randrange(20, 60) for _ in range(rng.randrange(LENGTH))]
@@ -119,7 +125,7 @@ def random_case(seed: int, space: ActionSpace = SPACE, spec: AnswerSpec | None =
         near = tree.tokens[node] + rng.choice([0, 0, 0, 1, -1, 3, -7])
         logits[tree.parents[node], max(0, min(near, 59))] += rng.choice([0.0, 3.0, 9.0])
     answer = random_answer(rng, space, spec)
-    answer.patches = torch.randn(6, 8, generator=generator)
+    answer.notes[PATCHES] = torch.randn(6, 8, generator=generator)
     return Case(answer, tree, logits, torch.randn(tree.num_nodes, 8, generator=generator))
 
 

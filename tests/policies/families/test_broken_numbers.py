@@ -13,7 +13,7 @@ import torch
 
 from deft_core.types import ActOptions, DecodeTrace, Observation
 from deft_policies.base import ActRequest, Running
-from deft_policies.decoding.engine import DraftModels
+from deft_policies.decoding.planner import DraftModels
 from deft_policies.errors import NotFiniteError
 from deft_policies.families.loading import load_policy
 from deft_policies.families.openvla import OpenVLA

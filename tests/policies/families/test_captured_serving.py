@@ -12,8 +12,8 @@ from deft_core.image_chain import ImageChain
 from deft_core.types import ActOptions, Observation
 from deft_policies.base import ActRequest
 from deft_policies.decoding.captured import Shape, shapes_of
-from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.plan import KeyMask
+from deft_policies.decoding.planner import DraftModels
 from deft_policies.errors import RequestError
 from deft_policies.families.openvla import OpenVLA, VlaTarget
 from deft_policies.families.policy import VlaPolicy

@@ -115,7 +115,7 @@ def test_frames_of_sessions_are_answered_as_if_each_was_the_first(
 ) -> None:
     """All sessions together, one of which derails; the unguarded ones with the widest drafts."""
     policy = policy_of(folder, is_guarded)
-    policy.engine.text_width = 32  # of guarded answers
+    policy.engine.planner.text_width = 32  # of guarded answers
     sessions = SESSIONS if is_guarded else SESSIONS[:1]
     memories, passes = [SessionMemory() for _ in sessions], list[int]()
     for number in range(8):

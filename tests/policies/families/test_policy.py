@@ -268,7 +268,7 @@ def test_methods_that_callers_make_up_push_out_no_others_costs() -> None:
     for number in range(150):
         made_up = ActOptions(decoding=f"lossless:temperature={(number + 1) / 100}")
         policy.act([request_for(options=made_up)])
-    assert len(policy.engine._guards) == 128
+    assert len(policy.engine.planner.guards) == 128
     (after,) = policy.act([asked])
     assert before.chunk.trace is not None
     assert after.chunk.trace is not None

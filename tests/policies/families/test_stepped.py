@@ -11,9 +11,8 @@ import torch
 from deft_core.image_chain import ImageChain
 from deft_core.types import ActOptions
 from deft_policies.base import ActRequest, Running, SteppedPolicy
-from deft_policies.decoding import kinds
 from deft_policies.decoding.drafts import DraftSource
-from deft_policies.decoding.engine import DraftModels, Maker
+from deft_policies.decoding.planner import DraftModels, Maker
 from deft_policies.decoding.target import PassRow, Scores, Target
 from deft_policies.errors import NotFiniteError, RequestError
 from deft_policies.families.openvla import OpenVLA, VlaTarget
@@ -127,14 +126,14 @@ def test_where_one_frame_cannot_start_none_does() -> None:
             def fail() -> DraftSource:
                 raise RequestError("drafts", "no n-grams today")
 
-            return super().makers(target) | {kinds.NGRAM: fail}
+            return super().makers(target) | {"ngram": fail}
 
     model = tiny_policy().token_model
     assert isinstance(model, OpenVLA)
     policy = VlaPolicy(model, ModelOptions(decoding="autoregressive"), Failing())
     with pytest.raises(RequestError, match="no n-grams today"):
         policy.start([request_for(0), request_for(1, ActOptions(decoding="pld"))])
-    assert policy.engine.rows == []
+    assert policy.engine.unfinished == []
 
 
 def test_nothing_is_on_its_way_after_a_step_that_failed() -> None:

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from deft_policies.errors import RequestError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from deft_policies.decoding.sequence import Sequence
+    from deft_policies.decoding.sequence import AnswerSpec, Sequence
+    from deft_policies.decoding.target import Prompt
     from deft_policies.decoding.tree import DraftTree
     from deft_policies.model.sizes import TokenRange
 
@@ -73,9 +75,7 @@ class AcceptanceRule:
     """What all kinds of rules say of themselves. Derive from one of the four kinds below."""
 
     radius_field: ClassVar[str] = ""  # the field that holds a number of bins
-    reads_numbers: ClassVar[bool] = False  # whether it judges numbers that are written as text
-    any_id: ClassVar[bool] = False  # whether it may relax a token of an action that is no bin
-    draws_drafts: ClassVar[bool] = False  # whether it judges drafts that were drawn at random
+    reads_prompts: ClassVar[bool] = False  # whether it reads prompts' hidden states; costs work
 
     @property
     def is_exact(self) -> bool:
@@ -83,19 +83,14 @@ class AcceptanceRule:
         return False
 
     @property
-    def words(self) -> bool:
-        """Whether it may relax words of a text, too."""
-        return False
-
-    @property
-    def needs_patches(self) -> bool:
-        """Whether the rule reads hidden states of the image patches, which cost extra work."""
-        return False
-
-    @property
     def needs_space(self) -> bool:
         """Whether it measures distances between action tokens, and so makes no sense without."""
         return True
+
+    @property
+    def tokens_behind(self) -> int:
+        """Tokens that are decoded behind an action, and thrown away."""
+        return 0
 
     @property
     def drift_leak(self) -> float:
@@ -109,6 +104,39 @@ class AcceptanceRule:
             raise RequestError("radius", f"{name} has no radius in bins, got {radius}")
         return replace(self, **{self.radius_field: radius})  # type: ignore[type-var]
 
+    def problem(self, spec: AnswerSpec) -> str:
+        """Why it cannot judge answers like these, to stand behind a method's name; "" if it can."""
+        if self.needs_space and (spec.space is None or spec.numbers_in_row):
+            return (
+                "measures distances between action tokens, and this model's answers have none; "
+                "exact, entropy, top-k and near-top rules apply"
+            )
+        return ""
+
+    def may_relax(self, drafted: int, expected: int, sequence: Sequence) -> bool:
+        """Whether it is asked about two tokens: usually where both are bins of an action.
+
+        Every other draft must be the target's own token.
+        """
+        has_distance = sequence.spec.space is not None
+        return has_distance and sequence.is_bin(drafted) and sequence.is_bin(expected)
+
+    def observe_prompt(self, sequence: Sequence, prompt: Prompt, hidden: Tensor) -> None:
+        """Look at the hidden states [position, width] of a prompt, where it `reads_prompts`.
+
+        What it keeps belongs into `sequence.notes`; the hidden states are overwritten later.
+        """
+
+    def best_path(self, judged: JudgedTree, stands: list[bool]) -> list[int]:
+        """The path to commit, from node 0 on, of those to nodes that stand [node].
+
+        The longest that the answer has room for; of equally long ones the nearest to the target's
+        own tokens, then the likelier draft, then the first.
+        """
+        longest = judged.longest(judged.within_answer(stands))
+        best = min(longest, key=lambda node: judged.distance_to(node, stands))
+        return judged.tree.path_to(best)
+
 
 class LocalRule(AcceptanceRule, ABC):
     """Judges a guess by itself."""
@@ -117,7 +145,7 @@ class LocalRule(AcceptanceRule, ABC):
     def accepts(self, drafted: int, expected: int, place: int) -> bool:
         """Whether a drafted token may stand for the expected one at this place of the action.
 
-        Asked where they differ and both are action tokens.
+        Asked where they differ and `may_relax` holds.
         """
 
 
@@ -128,7 +156,7 @@ class PathRule(AcceptanceRule, ABC):
     def accepts(self, path: Items[Guess], sequence: Sequence) -> bool:
         """Whether the last guess of a path may stand, where all before it do.
 
-        Asked where its tokens differ and both are action tokens. The sequence must not be changed.
+        Asked where its tokens differ and `may_relax` holds. The sequence must not be changed.
         """
 
 
@@ -151,7 +179,7 @@ class DeviceRule(AcceptanceRule, ABC):
     def accepts(self, scored: ScoredNodes) -> Tensor:
         """Whether a guess may stand for the expected token, bool [node].
 
-        What is said of nodes whose tokens are equal, or are no action tokens, is not looked at.
+        What is said of nodes whose tokens are equal, or may not be relaxed, is not looked at.
         """
 
 
@@ -187,8 +215,6 @@ class ChoosingRule(AcceptanceRule, ABC):
     Tokens must keep the target's distribution. Drafts that were not drawn are judged exactly.
     """
 
-    draws_drafts = True
-
     @property
     def is_exact(self) -> bool:
         """In distribution."""
@@ -218,8 +244,7 @@ class JudgedTree:
     expected: list[int]  # the target's token in the node's own place; of the root: -1
     predictions: list[int]  # the target's token after each node
     is_equal: list[bool]
-    is_relaxable: list[bool]  # whether both tokens are such as the rule may relax
-    is_word: list[bool]  # whether both are words of a text
+    is_relaxable: list[bool]  # what `may_relax` says
     depths: list[int]  # below the root; -1 for committed nodes before it
     deepest: int  # the depth of the last guess that may count
     measured: list[float]  # by `TreeRule.measure`; empty where it measures nothing
@@ -233,9 +258,31 @@ class JudgedTree:
             stands.append(stands[tree.parents[node]] and fine[node])
         return stands
 
+    def within_answer(self, stands: list[bool]) -> list[bool]:
+        """Those that stand and lie within what is missing, without a stop token on their path."""
+        tree, spec = self.tree, self.sequence.spec
+        fine = [depth <= self.deepest for depth in self.depths]
+        if spec.stop is not None:
+            no_stop = self.whole_paths([not spec.ends_with(token) for token in tree.tokens])
+            fine = [one and other for one, other in zip(fine, no_stop, strict=True)]
+        return [node <= tree.root or (one and fine[node]) for node, one in enumerate(stands)]
+
+    def longest(self, may_end: list[bool]) -> list[int]:
+        """Of nodes where a path may end, those of the longest paths, in order."""
+        length = max(self.depths[node] for node, may in enumerate(may_end) if may)
+        return [node for node, may in enumerate(may_end) if may and self.depths[node] == length]
+
     def distance(self, node: int) -> int:
         """How far a guess is from the target's own token."""
         return abs(self.tree.tokens[node] - self.expected[node])
+
+    def distance_to(self, node: int, stands: list[bool]) -> tuple[int, float, int]:
+        """Orders equally long paths: total distance of what stands, how unlikely, the node."""
+        tree = self.tree
+        path = tree.path_to(node)[tree.root + 1 :]
+        distance = sum(self.distance(one) for one in path if stands[one])
+        known = tree.log_probs[node] if node < len(tree.log_probs) else 0.0
+        return distance, -known, node
 
     def branches(self) -> list[list[int]]:
         """The guesses on the way from the root to each leaf."""
@@ -259,7 +306,7 @@ class ScoredNodes:
     logits: Tensor  # [node, token] float32, after each node
     hidden: Tensor  # [node, width], after the final norm
     action_tokens: TokenRange
-    patches: Tensor | None = None  # [patch, width], hidden states; where the rule needs them
+    notes: Mapping[str, Any] = field(default_factory=dict)  # of the answer: `Sequence.notes`
 
     @cached_property
     def action_log_probs(self) -> Tensor:

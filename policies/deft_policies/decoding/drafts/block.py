@@ -1,7 +1,7 @@
 """Drafts of a block head: one pass of a small network for all tokens that it drafts."""
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -117,7 +117,7 @@ class BlockDrafts(ModelSource):
 
     def _depth_of(self, sequence: Sequence) -> int:
         """Levels of a tree that are of use, and that a block has."""
-        return min(sequence.num_missing, self.head.sizes.places, sequence.shape.levels)
+        return min(sequence.draft_depth, self.head.sizes.places, sequence.shape.levels)
 
     def _draft(self, sequence: Sequence) -> tuple[Branches, list[float]]:
         """Draft for one answer; of a chain also how likely each draft stands."""
@@ -145,7 +145,7 @@ class BlockDrafts(ModelSource):
         draw = drawing(sequence.method, key, count, first, self._target.num_tokens)
         shape = sequence.shape if draw is None else sequence.shape.as_template()
         grown = grow(
-            replace(shape, is_full_depth=False).cut(depth),
+            shape.cut(depth),
             self.head.follow(ahead, 0, anchor[:, None])[:, 0],
             lambda level: self.head.follow(ahead, level.depth, level.tokens),
             to_device([depth], device, torch.int64),

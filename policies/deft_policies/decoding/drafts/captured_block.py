@@ -19,7 +19,6 @@ from deft_policies.decoding.drafts.growth import (
     Level,
     Limits,
     beam_tree,
-    draws,
     pack_grown,
     read_packed,
 )
@@ -132,7 +131,7 @@ class CapturedBlock:
         shape, most = sequence.shape, self._largest
         is_chain = shape.top_k == 1
         is_small = shape.top_k <= most.top_k and shape.num_guesses <= most.num_guesses
-        return (is_chain or is_small) and not shape.paths and not draws(sequence.method)
+        return (is_chain or is_small) and not shape.paths and not sequence.method.draws
 
     def append(self, sequence: Sequence, start: int, nodes: list[int]) -> None:
         """Take in committed positions behind which nothing is drafted."""

@@ -24,7 +24,6 @@ from deft_policies.decoding.drafts.growth import (
     Limits,
     beam_tree,
     drawing_at,
-    draws,
     pack_grown,
     read_packed,
     template_tree,
@@ -73,10 +72,10 @@ class HeadRow:
     depth: int  # levels that are of use
 
 
-def way_of(sequence: Sequence, depth: int) -> Way | None:
+def way_of(sequence: Sequence) -> Way | None:
     """How drafts of an answer are chosen; None where such trees are not captured."""
-    method, shape = sequence.method, sequence.shape.cut(depth)
-    way = Way(method.whole_vocabulary, draws(method))
+    method, shape = sequence.method, sequence.shape.cut(sequence.draft_depth)
+    way = Way(method.whole_vocabulary, method.draws)
     is_small = (
         shape.levels <= LARGEST.levels
         and shape.top_k <= LARGEST.top_k

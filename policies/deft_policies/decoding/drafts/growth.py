@@ -245,14 +245,9 @@ def drawing(
     equal. Only one round judges the drafts of a position, and of two nodes with different parents
     only one is judged, so what decides is never drawn twice.
     """
-    if not draws(method):
+    if not method.draws:
         return None
     return drawing_at(method.temperature, keys, counts, first_token, num_tokens)
-
-
-def draws(method: Method) -> bool:
-    """Whether drafts are drawn by their odds."""
-    return method.rule.draws_drafts and method.temperature > 0.0
 
 
 def drawing_at(

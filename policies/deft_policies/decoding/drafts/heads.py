@@ -5,7 +5,7 @@ position ahead.
 """
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -130,7 +130,7 @@ class EagleDrafts(ModelSource):
         if self._captured is None:
             return None
         pairs, _ = sequence.notes[self.kind]
-        way = way_of(sequence, _depth_of(sequence))
+        way = way_of(sequence)
         if way is None or pairs.hidden or not self._captured.takes(pairs.nodes):
             self._target.runner.note(("head", sequence.shape, sequence.method.drafting))
             return None
@@ -139,7 +139,7 @@ class EagleDrafts(ModelSource):
     def _replay(self, sequences: Items[Sequence], way: Way) -> list[Guesses]:
         """Draft in a captured step."""
         assert self._captured is not None
-        if max(map(_depth_of, sequences)) <= 0:
+        if max(one.draft_depth for one in sequences) <= 0:
             return [[] for _ in sequences]
         rows = []
         for one in sequences:
@@ -148,7 +148,7 @@ class EagleDrafts(ModelSource):
             pairs.num_cached += len(nodes)
             seen = self._last_seen(pairs, pairs.num_cached - 1)
             position = self._position(pairs, num_patches)
-            rows.append(HeadRow(one, start, nodes, seen, position, _depth_of(one)))
+            rows.append(HeadRow(one, start, nodes, seen, position, one.draft_depth))
             pairs.has_grown = True
         return list(self._captured.grow(rows, way))
 
@@ -159,7 +159,7 @@ class EagleDrafts(ModelSource):
 
     def _draft(self, sequences: Items[Sequence]) -> list[Guesses]:
         device, shape, method = self._target.device, sequences[0].shape, sequences[0].method
-        depths = [_depth_of(one) for one in sequences]
+        depths = [one.draft_depth for one in sequences]
         if max(depths) <= 0:
             return [[] for _ in sequences]
         slots = to_device([one.slot for one in sequences], device, torch.int64)
@@ -266,12 +266,6 @@ class EagleDrafts(ModelSource):
         return self._target.logits(hidden, drafted).log_softmax(dim=-1)
 
 
-def _depth_of(sequence: Sequence) -> int:
-    """Levels of a tree that are of use, or that it has in every round."""
-    shape = sequence.shape
-    return shape.levels if shape.is_full_depth else sequence.num_missing
-
-
 class MedusaDrafts(ModelSource):
     """A tree from parallel heads, whose scores depend on the depth alone."""
 
@@ -295,14 +289,10 @@ class MedusaDrafts(ModelSource):
 
     def _draft(self, sequences: Items[Sequence], shape: TreeShape) -> list[Guesses]:
         num_heads = self._heads.num_heads
-        # There are no more levels than heads, even where the shape is of full depth.
-        depths = [
-            num_heads if shape.is_full_depth else min(num_heads, one.num_missing)
-            for one in sequences
-        ]
+        depths = [min(num_heads, one.draft_depth) for one in sequences]
         if max(depths) <= 0:
             return [[] for _ in sequences]
-        shape = replace(shape, is_full_depth=False).cut(max(depths))
+        shape = shape.cut(max(depths))
         drafted = self._target.action_tokens
         seen = torch.stack([one.notes[self.kind] for one in sequences])
         ahead = self._target.logits(self._heads(seen)[:, : shape.levels], drafted)

@@ -59,7 +59,7 @@ class SmallModelDrafts(ModelSource):
         return [self._draft(one) for one in sequences]
 
     def _draft(self, sequence: Sequence) -> Guesses:
-        depth = sequence.num_missing
+        depth = sequence.draft_depth
         shape = sequence.shape.cut(depth).with_most_open(MOST_GROWN)
         if depth <= 0:
             return []
@@ -98,7 +98,7 @@ class SmallModelDrafts(ModelSource):
             assert prompt is not None
             if prompt.draft_model is not None:
                 prompt = prompt.draft_model()
-            prompt = with_fewer_patches(prompt, sequence.method.patch_share)
+            prompt = with_fewer_patches(prompt, sequence.method.option("patch_share", 1.0))
             sequence.notes[self.kind] = _Read(prompt, prompt.length)
         read: _Read = sequence.notes[self.kind]
         return read
@@ -149,7 +149,7 @@ class SmallModelDrafts(ModelSource):
 
     def _guess(self, sequence: Sequence, tree: DraftTree, shape: TreeShape) -> list[int]:
         """How n-grams continue the chain so far: what is still asked of it."""
-        if not sequence.method.multi_level or shape.top_k > 1:
+        if not sequence.method.option("multi_level", False) or shape.top_k > 1:
             return []
         drafted = tree.tokens[tree.root + 1 :]
         tokens = [*sequence.tokens, *drafted]

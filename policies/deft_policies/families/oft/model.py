@@ -117,7 +117,7 @@ class Oft(OnePassModel):
             "state": "not looked at" if parts.state is None else f"{parts.state_dim}, raw",
         }
 
-    def form(self, key: str) -> AnswerSpec:
+    def spec(self, key: str) -> AnswerSpec:
         """A chunk."""
         return AnswerSpec(self.parts.num_values)
 

@@ -107,7 +107,7 @@ class Pi0Fast(TokenModel):
         """Where the weights are."""
         return network.decoder.embedding.weight.device
 
-    def form(self, key: str) -> AnswerSpec:
+    def spec(self, key: str) -> AnswerSpec:
         """`Action: `, codes and an end."""
         return AnswerSpec(self._max_tokens, self._stop, ids=self._names, strides=self._strides)
 

@@ -91,7 +91,7 @@ class QwenFast(TokenModel):
             "gripper": files.gripper,
         }
 
-    def form(self, key: str) -> AnswerSpec:
+    def spec(self, key: str) -> AnswerSpec:
         """Codes and an end."""
         first, *others = self._stops
         return AnswerSpec(self._max_tokens, first, other_stops=tuple(others), strides=self._strides)

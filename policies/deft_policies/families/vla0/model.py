@@ -115,7 +115,7 @@ class Vla0(TokenModel):
             "gripper": Gripper.ROBOSUITE.meaning,
         }
 
-    def form(self, key: str) -> AnswerSpec:
+    def spec(self, key: str) -> AnswerSpec:
         """Rows of numbers and an end."""
         run = self.run
         units = (run.highest - run.lowest) / run.num_bins

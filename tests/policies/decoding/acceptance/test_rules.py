@@ -23,7 +23,7 @@ from deft_policies.methods.entropy_radius import EntropyRadius
 from deft_policies.methods.fly import DeferredWindow
 from deft_policies.methods.heisd import WithinBudget
 from deft_policies.methods.kerv import ScheduledRadius
-from deft_policies.methods.lvspec import VisualRelevance
+from deft_policies.methods.lvspec import PATCHES, VisualRelevance
 from deft_policies.methods.near_top import NearTop
 from deft_policies.methods.spec_vla import WithinIds
 from deft_policies.methods.top_k import TopK
@@ -161,10 +161,9 @@ def deferred(
 
 def relevance(case: Case, node: int) -> float:
     hidden = case.hidden[node]
-    assert case.answer.patches is not None
     cosines = [
         float(torch.dot(hidden, patch) / (hidden.norm() * patch.norm()))
-        for patch in case.answer.patches
+        for patch in case.answer.notes[PATCHES]
     ]
     return sum(sorted(cosines)[-2:]) / 2
 
@@ -330,8 +329,8 @@ def test_a_rule_without_a_radius_says_so(rule: AcceptanceRule) -> None:
     assert raised.value.field == "radius"
 
 
-def test_only_lvspec_asks_for_the_patches() -> None:
-    assert [name for name, rule, _ in RULES if rule.needs_patches] == [
+def test_only_lvspec_reads_prompts() -> None:
+    assert [name for name, rule, _ in RULES if rule.reads_prompts] == [
         "visual",
         "unshifted",
         "shift-cap",
@@ -386,7 +385,7 @@ def test_presets_have_the_numbers_of_their_papers() -> None:
     assert find_method("spec-vla").rule == WithinIds(9)
     assert find_method("spec-vla-long").rule == WithinIds(5)
     assert find_method("spec-vla-strict").rule == WithinIds(0)
-    assert find_method("spec-vla-published").rule == WithinIds(9)
+    assert find_method("spec-vla-published").rule == WithinIds(9, loop="published")
     assert find_method("heisd-like").rule == WithinBudget(each=15, total=30)
 
 

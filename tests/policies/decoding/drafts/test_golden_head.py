@@ -11,9 +11,9 @@ from deft_core.types import DecodeTrace
 from deft_policies.checkpoint.drafts import load_head
 from deft_policies.decoding import kinds
 from deft_policies.decoding.drafts.heads import EagleDrafts
-from deft_policies.decoding.engine import DraftModels
 from deft_policies.decoding.methods import Method, find_method
-from deft_policies.decoding.plan import Plan, RopeOffset, TieBreak, TreeShape
+from deft_policies.decoding.plan import Plan, RopeOffset, TreeShape
+from deft_policies.decoding.planner import DraftModels
 from deft_policies.decoding.sequence import LastPass
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.target import Prompt, ancestors_of
@@ -21,11 +21,11 @@ from deft_policies.decoding.tree import DraftTree, merge
 from deft_policies.families.openvla import VlaTarget
 from deft_policies.memory import SessionMemory
 from deft_policies.methods.spec_vla import WithinIds
-from deft_policies.methods.within_bins import WithinBins
 from deft_policies.model.draft_heads import EagleHead
 from deft_policies.model.image import build_normalization_table, resize_like_processor
 from tests import golden
 from tests.policies.decoding.scripts import Decoding, Session, answer_of
+from tests.policies.decoding.trees import OnBins
 from tests.tiny_openvla import golden_model
 
 FULL_TREE = TreeShape(levels=5, top_k=8, num_guesses=49, is_full_depth=True)
@@ -146,11 +146,11 @@ def method_of(variant: dict[str, Any]) -> Method:
     radius = variant["r"]
     is_full = variant["tree"] == "full"
     shape = FULL_TREE if is_full else TreeShape(5, 8, 49)
+    rule = WithinIds if variant["accept"] == "raw_ids" else OnBins
     return Method(
         name="golden",
-        rule=WithinIds(radius) if variant["accept"] == "raw_ids" else WithinBins(radius),
+        rule=rule(radius, ties="first-row" if variant["tie"] == "first_row" else "closest"),
         plans=(Plan("golden", (), (kinds.HEAD,), shape),),
-        tie_break=TieBreak.FIRST_ROW if variant["tie"] == "first_row" else TieBreak.CLOSEST,
         whole_vocabulary=variant["draft_vocab"] == "full",
     )
 

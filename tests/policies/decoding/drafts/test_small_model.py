@@ -10,9 +10,9 @@ from torch import Tensor
 from deft_policies.decoding import kinds
 from deft_policies.decoding.drafts import Guesses
 from deft_policies.decoding.drafts.small_model import SmallModelDrafts, with_fewer_patches
-from deft_policies.decoding.engine import DraftModels
-from deft_policies.decoding.methods import find_method
+from deft_policies.decoding.methods import apply_knobs, find_method
 from deft_policies.decoding.plan import Plan, TreeShape
+from deft_policies.decoding.planner import DraftModels
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.target import (
     PassRow,
@@ -42,11 +42,11 @@ PROMPTS = random_prompts(DECODER, [2, 5, 3])
 
 
 def drafting(
-    model: object, shape: TreeShape, target: object = None, **changes: object
+    model: object, shape: TreeShape, target: object = None, knobs: str = ""
 ) -> tuple[Decoding, "Watched"]:
-    """Decoding with a small model, and what it drafts; `changes` are those of the method."""
+    """Decoding with a small model, and what it drafts."""
     plans = (Plan("case", (), (kinds.SMALL_MODEL,), shape),)
-    method = replace(find_method("small-model"), plans=plans, **changes)  # type: ignore[arg-type]
+    method = apply_knobs(replace(find_method("small-model"), plans=plans), knobs)
     target = target or fast_target(DECODER)
     drafts = Watched(model, target)  # type: ignore[arg-type]
     return Decoding(target, method, None, drafts), drafts
@@ -94,7 +94,7 @@ SHAPES = [
 def test_every_guess_has_the_odds_that_the_model_gives_it(shape: TreeShape, share: float) -> None:
     """Over several rounds, of rows that accept different numbers of drafts."""
     shallow = first_layers(DECODER, 1)
-    decoder, drafts = drafting(fast_target(shallow), shape, patch_share=share)
+    decoder, drafts = drafting(fast_target(shallow), shape, knobs=f"patch_share={share}")
     twin = Twin(shallow, [with_fewer_patches(prompt, share) for prompt in PROMPTS])
     session = Session.of(3)
     for _ in range(2):
@@ -130,7 +130,7 @@ def test_a_target_without_cache_and_masks_drafts_alike() -> None:
 def test_the_whole_target_as_its_own_draft_model_is_always_right() -> None:
     target = fast_target(DECODER)
     model = self_draft_target(target, num_layers=2)
-    decoder, _ = drafting(model, TreeShape.chain(6), target, whole_vocabulary=True)
+    decoder, _ = drafting(model, TreeShape.chain(6), target, "whole_vocabulary=on")
     traces = decoder.decode(PROMPTS, Session.of(3))
     assert [trace.accepted_lengths for trace in traces] == [(0, 5)] * 3
 
@@ -148,9 +148,9 @@ class CountingTarget(Target):
 def test_ngrams_spare_the_small_model_passes_and_change_no_draft() -> None:
     """FLy's multi-level acceleration: frames repeat, so that the session knows what comes."""
     found, passes = [], []
-    for multi_level in (False, True):
+    for multi_level in ("off", "on"):
         model = CountingTarget(DECODER, ACTIONS)
-        decoder, _ = drafting(model, TreeShape.chain(6), multi_level=multi_level)
+        decoder, _ = drafting(model, TreeShape.chain(6), knobs=f"multi_level={multi_level}")
         session, seen = Session.of(3), []
         for frame in (0, 1, 0, 1):
             prompts = random_prompts(DECODER, [2, 5, 3], frame)
@@ -164,9 +164,9 @@ def test_ngrams_spare_the_small_model_passes_and_change_no_draft() -> None:
 
 def test_ngrams_that_are_wrong_cost_no_pass_and_change_no_draft() -> None:
     found, passes = [], []
-    for multi_level in (False, True):
+    for multi_level in ("off", "on"):
         model = CountingTarget(first_layers(DECODER, 1), ACTIONS)
-        decoder, _ = drafting(model, TreeShape.chain(6), multi_level=multi_level)
+        decoder, _ = drafting(model, TreeShape.chain(6), knobs=f"multi_level={multi_level}")
         session, seen = Session.of(2), []
         for frame in range(5):
             prompts = random_prompts(DECODER, [2, 4], frame)
@@ -180,7 +180,7 @@ def test_ngrams_that_are_wrong_cost_no_pass_and_change_no_draft() -> None:
 
 def test_fly_looks_up_unless_it_is_told_not_to() -> None:
     for text, multi_level in (("fly", True), ("fly:multi_level=off", False), ("lvspec", False)):
-        assert find_method(text).multi_level == multi_level
+        assert find_method(text).option("multi_level", False) == multi_level
 
 
 def moved(decoder: LlamaDecoder, by: int) -> LlamaDecoder:

@@ -128,7 +128,7 @@ def test_with_the_grammar_every_answer_is_an_action_and_says_where_it_was_made_o
 def test_logits_are_those_of_lerobot(name: str, grammar: str) -> None:
     """Some mistakes change no token of these answers: the second `<bos>`, a draft that is seen."""
     model = model_of(name, grammar)
-    columns = {token: column for column, token in enumerate(model.form("default").ids)}
+    columns = {token: column for column, token in enumerate(model.spec("default").ids)}
     for frame in [one for one in frames(name) if one["valid"] or grammar == "off"]:
         (prompt,) = model.see([observation(frame)], StageClock(model.device))
         assert prompt.length == prompt.two_way == frame["prefix_rows"]

@@ -174,7 +174,7 @@ def test_first_logits_features_and_what_the_penalty_makes_of_them(name: str) -> 
             (logits,) = model.target.logits_along(prompt, 1)
             found = [logits]
             if prompt.grammar is not None:
-                answer = Answer(find_method("autoregressive"), model.form("any"))
+                answer = Answer(find_method("autoregressive"), model.spec("any"))
                 root = DraftTree.of_committed([prompt.last_token])
                 found.append(prompt.grammar.adjust(logits[None], answer, root)[0])
         for one, key in zip((found[0], found[-1]), ("logits", "after_penalty"), strict=True):
@@ -353,7 +353,7 @@ def test_nora_in_int8_answers() -> None:
 
 def test_a_penalty_is_that_of_the_prompt_and_of_each_nodes_own_path() -> None:
     tree = DraftTree([1, 3, 4, 5], [-1, 0, 1, 0], [""] * 4, is_chain=False)
-    answer = Answer(find_method("autoregressive"), model_of("nora").form("any"))
+    answer = Answer(find_method("autoregressive"), model_of("nora").spec("any"))
     logits = torch.randn(4, 12, generator=torch.Generator().manual_seed(0))
     found = RepetitionPenalty(1.05, frozenset({1, 7})).adjust(logits, answer, tree)
     for node, came in enumerate(({1, 7}, {1, 7, 3}, {1, 7, 3, 4}, {1, 7, 5})):

@@ -8,6 +8,7 @@ import torch
 from deft_core.types import ActOptions, Observation
 from deft_policies.base import ActRequest
 from deft_policies.decoding.captured import shapes_of
+from deft_policies.decoding.warm_up import capture
 from deft_policies.families.loading import open_model
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy, _Frame
@@ -57,8 +58,8 @@ def serve(policy: VlaPolicy, name: str) -> list[tuple[int, ...]]:
             policy.step()
         for one in frames:
             assert isinstance(one, _Frame)
-            assert one.row is not None
-            found.append(tuple(one.row.tokens))
+            assert one.sequence is not None
+            found.append(tuple(one.sequence.tokens))
     return found
 
 
@@ -68,7 +69,7 @@ def test_a_default_server_runs_nothing_uncaptured(name: str) -> None:
     policy = policy_on(name, runner)
     with runner.warming_up(), torch.inference_mode():
         policy.model.capture()
-        policy.engine.capture()
+        capture(policy.engine)
     num_captured = runner.num_captured
     shapes = shapes_of(runner.reserve, WIDEST, keeps_hidden=False)
     assert num_captured == len(shapes) + len(runner.reserve.batches)

@@ -102,7 +102,7 @@ def test_lossless_writes_sessions_in_few_passes(name: str) -> None:
 def test_a_guarded_answer_takes_few_passes_where_narrow_ones_pay(name: str) -> None:
     """Passes are narrow, in the prefill, too, until old numbers stand one after the other."""
     policy = load_policy(ModelOptions(checkpoint=str(GOLDEN / name), decoding="lossless"))
-    policy.engine.text_width = 8  # as a warm-up would find
+    policy.engine.planner.text_width = 8  # as a warm-up would find
     num_passes, widths = [], []
     for session in variant(name)["sessions"]:
         memory = SessionMemory()
@@ -186,7 +186,7 @@ def test_first_logits_and_what_the_penalty_makes_of_them(name: str) -> None:
 
 def answer_of(model: Vla0, tokens: Sequence[int] = (), num_cached: int = 0) -> Answer:
     """An answer that has come so far; its prefill is over where it has tokens."""
-    found = Answer(find_method("autoregressive"), model.forms["default"])
+    found = Answer(find_method("autoregressive"), model.specs["default"])
     found.tokens, found.num_cached = list(tokens), num_cached
     if tokens:
         root = DraftTree.of_committed([SPACE])
@@ -255,7 +255,7 @@ def test_no_drafts_change_an_answer(name: str) -> None:
         frame = variant(name)["cases"][number % 3]
         wanted = 8 * int(random.integers(1, 8))
         right = [
-            policy.token_model.forms["default"].ids.index(one) for one in frame["generated_ids"]
+            policy.token_model.specs["default"].ids.index(one) for one in frame["generated_ids"]
         ]
         drawn = random.integers(0, 12, len(right))
         is_drawn = random.random(len(right)) < random.random()
@@ -344,7 +344,7 @@ def test_a_request_says_how_many_rows_were_executed() -> None:
     passes = {}
     for moved in (1, 3):
         text = " ".join(rows[:1] * moved + rows[: 8 - moved])  # the world moved by so many rows
-        ids = policy.token_model.forms["default"].ids
+        ids = policy.token_model.specs["default"].ids
         named = ["0123456789 ".index(one) for one in text]
         memory = SessionMemory(answer=(*named, 11))
         assert len(ids) == 12
