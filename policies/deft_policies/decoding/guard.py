@@ -80,8 +80,13 @@ class Guard:
         return self._trial() or self.choice
 
     def learn(self, plan: str, num_passes: int) -> None:
-        """Take in how many passes behind the prefill an answer has needed."""
+        """Take in how many passes behind the prefill an answer has needed.
+
+        A plan that was chosen because nothing was known of it is judged as soon as it is known.
+        """
         self._needed[plan].add(num_passes)
+        if self._needed[plan].count == _SAMPLES_NEEDED:
+            self._decide()
 
     def expected_ms(self, plan: str) -> float:
         """The price of an answer by a plan."""

@@ -2,6 +2,8 @@
 
 import logging
 import time
+from collections.abc import Sequence as Items
+from statistics import fmean
 
 from deft_policies.decoding import kinds
 from deft_policies.decoding.captured import shapes_of
@@ -62,29 +64,42 @@ def warm_up(engine: Engine, prompt: Prompt, method: Method, spec: AnswerSpec) ->
     plans = planner.plans_for(method, spec)
     guard = planner.guard(method, plans, spec)
     if guard is None:
-        _time_plan(engine, prompt, method, spec, plans[0])
+        _time_passes(engine, prompt, method, spec, plans[0])
         return
-    for _ in range(_RUNS):  # in turn, so that other work slows all down alike
-        for plan in (*plans, PLAIN):
-            found = _time_plan(engine, prompt, method, spec, plan)
-            known = planner.prices.get(plan, found)
-            least = min(known.prefill_ms, found.prefill_ms), min(known.pass_ms, found.pass_ms)
-            planner.prices[plan] = Price(*least)
+    timed = (*plans, PLAIN)
+    # In turn, so that other work slows all down alike.
+    runs = [
+        [_time_passes(engine, prompt, method, spec, plan) for plan in timed] for _ in range(_RUNS)
+    ]
+    for plan, answers in zip(timed, zip(*runs, strict=True), strict=True):
+        found = _price_of(answers)
+        known = planner.prices.get(plan, found)
+        least = min(known.prefill_ms, found.prefill_ms), min(known.pass_ms, found.pass_ms)
+        planner.prices[plan] = Price(*least)
     guard.measured(planner.prices_of(plans))
 
 
-def _time_plan(
+def _price_of(answers: Items[list[float]]) -> Price:
+    """What a plan costs, from the passes of the same answer in several runs.
+
+    Of each pass the best time counts, of the later passes their mean: where a plan drafts less and
+    less, its last pass is as cheap as plain decoding's and says nothing of the others.
+    """
+    prefill, *later = [min(times) for times in zip(*answers, strict=False)]
+    return Price(prefill, fmean(later) if later else prefill)
+
+
+def _time_passes(
     engine: Engine, prompt: Prompt, method: Method, spec: AnswerSpec, plan: Plan
-) -> Price:
-    """Decode one answer of a session with a constant history; what its passes took."""
+) -> list[float]:
+    """Milliseconds of each pass of one answer, in a session with a constant history."""
     own = ((0,) * spec.action_length,) * STEPS_KEPT
     sequence = Sequence(method, spec, SessionMemory(own=own))
     engine.start([prompt], [sequence], plan)
     clock = StageClock(engine.target.device)
     while sequence in engine.unfinished:
         engine.step(clock)
-    prefill, *later = [one.ms(*Stage) for one in sequence.records]
-    return Price(prefill, min(later, default=prefill))
+    return [one.ms(*Stage) for one in sequence.records]
 
 
 def _measure_widths(engine: Engine, prompt: Prompt, spec: AnswerSpec) -> None:

@@ -15,6 +15,7 @@ from deft_policies.decoding.guard import DECIDE_EVERY, Choice, Guard, Price, bes
 from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.plan import PLAIN, Plan
 from deft_policies.decoding.sequence import AnswerSpec
+from deft_policies.decoding.trace import PassRecord
 from deft_policies.decoding.warm_up import warm_up
 from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
@@ -93,6 +94,14 @@ def test_every_plan_that_could_pay_is_tried_before_one_is_preferred_for_good() -
     chosen = plans_of(one, 1200)
     assert set(chosen) - {"plain"} == set(one.prices)
     assert chosen[-200:].count("memory") > 190
+
+
+def test_plans_that_only_looked_fast_are_left_after_a_few_answers_each() -> None:
+    """Nothing is known at first, so each is expected to save half of the passes."""
+    one = world(**{f"plan-{index}": (10.0, 3.0, 6.0) for index in range(6)})
+    chosen = plans_of(one, 100)
+    assert all(chosen.count(f"plan-{index}") <= 6 for index in range(6))
+    assert chosen[-40:].count("plain") >= 36
 
 
 def test_acceptance_that_improves_is_noticed() -> None:
@@ -233,6 +242,20 @@ def test_warming_up_measures_every_plan_and_teaches_nothing_about_answers() -> N
     plans = guarded.engine.planner.plans(guarded.method)
     assert set(guard._prices) == {"plain", *(plan.name for plan in plans)}
     assert all(needed.count == 0 for needed in guard._needed.values())
+
+
+def test_no_plan_is_priced_by_its_narrowest_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last pass of an answer has nothing left to draft and costs what plain decoding's does."""
+    monkeypatch.setattr(PassRecord, "ms", lambda self, *stages: float(len(self.tree.tokens)))
+    decoder = tiny_decoder()
+    plan = Plan("memory", (kinds.PREVIOUS,), (kinds.PREVIOUS,))
+    guarded = Decoding(fast_target(decoder), replace(find_method("lossless"), plans=(plan,)))
+    prompts = random_prompts(decoder, [3])
+    warm_up(guarded.engine, prompts[0], guarded.method, Session.of(1).spec)
+    prices = guarded.engine.planner.prices
+    assert prices[PLAIN] == Price(1.0, 1.0)
+    assert prices[plan].prefill_ms == LENGTH
+    assert prices[plan].pass_ms > 2.0
 
 
 def test_a_guard_of_another_method_knows_what_plans_cost() -> None:
