@@ -17,6 +17,7 @@ from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions, Precision
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.memory import SessionMemory
+from tests.draws import draws
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "tiny_libero"
 CLEAR_MARGIN = 1e-3  # below it, another processor may round to another token
@@ -39,11 +40,14 @@ def thinking_cases() -> list[dict[str, object]]:
 
 
 def play(
-    decoding: str, aloud: bool = False, precision: Precision = Precision.FLOAT32
+    decoding: str,
+    aloud: bool = False,
+    precision: Precision = Precision.FLOAT32,
+    most: int | None = None,
 ) -> list[tuple[tuple[int, ...], int]]:
-    """Tokens and passes for the stored frames, as one robot's session."""
+    """Tokens and passes for the stored frames, or the first of them, as one robot's session."""
     memory, answers = SessionMemory(), []
-    for case in thinking_cases() if aloud else cases():
+    for case in (thinking_cases() if aloud else cases())[:most]:
         observation = Observation(load_image(GOLDEN / str(case["image"])), str(case["instruction"]))
         options = ActOptions(decoding=decoding, want_trace=True, want_reasoning=aloud)
         (answer,) = policy(precision).act([ActRequest(observation, memory, options)])
@@ -122,12 +126,13 @@ def test_lossless_answers_equal_plain_decoding_in_fewer_passes():
 @pytest.mark.parametrize("aloud", [False, True], ids=["acting", "thinking"])
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_lossless_answers_equal_plain_decoding_in_bfloat16(num_threads: int, aloud: bool):
+    most = 1 + draws(1) if aloud else draws(3)  # slow where a processor has no such products
     threads = torch.get_num_threads()
     policy(Precision.BFLOAT16)  # loading sets a number of its own
     torch.set_num_threads(num_threads)
     try:
-        plain = play("autoregressive", aloud, Precision.BFLOAT16)
-        fast = play("lossless", aloud, Precision.BFLOAT16)
+        plain = play("autoregressive", aloud, Precision.BFLOAT16, most)
+        fast = play("lossless", aloud, Precision.BFLOAT16, most)
     finally:
         torch.set_num_threads(threads)
     assert [tokens for tokens, _ in fast] == [tokens for tokens, _ in plain]

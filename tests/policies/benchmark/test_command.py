@@ -493,7 +493,8 @@ def test_the_policy_that_ships_can_be_audited(
     dtype: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ["--frames", "2", "--warm-ups", "0", "--device", "cpu", "--dtype", dtype]
-    assert deft(["bench", "--audit", "--decoding", "deft", *asked]) == 0
+    # Without the guard few plans are timed, which takes minutes in bfloat16 on some processors.
+    assert deft(["bench", "--audit", "--decoding", "deft", *asked, "--no-guard"]) == 0
     told = capsys.readouterr().out
     assert f"lossless gives 2 of 2 answers of plain decoding in {dtype}" in told
     assert "deft gives" not in told  # it is not exact
