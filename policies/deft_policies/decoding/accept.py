@@ -4,6 +4,8 @@
 after its parent; the rule says which drafts stand, and which of the paths to them is committed. The
 target's token after that path is the bonus. An answer's last token is always a bonus, so no guess
 is committed that is deeper than what is missing, and none that is the stop token.
+
+A new rule derives from one of the kinds in `acceptance.rule`, and is named in a file of `methods`.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ def _longest_equal(sequence: Sequence, tree: DraftTree, predictions: list[int]) 
     depths[tree.root] = 0
     for node in range(tree.root + 1, tree.num_nodes):
         parent, token = parents[node], tokens[node]
-        is_equal = token == predictions[parent] and not spec.ends_with(token)
-        if is_equal and 0 <= depths[parent] < deepest:
+        has_room = 0 <= depths[parent] < deepest
+        if has_room and token == predictions[parent] and not spec.ends_with(token):
             depths[node] = depths[parent] + 1
             if depths[node] > depths[best]:
                 best = node

@@ -254,19 +254,21 @@ class CapturedPasses:
     def _run_pass(self, rows: Items[PassRow], width: int, at: int) -> None:
         num_rows = bucket(1 + max(row.slot for row in rows), self.reserve.batches[::-1])
         by_slot = {row.slot: row for row in rows}
-        behind = self._longest  # where rows without an answer write
-        numbers = np.zeros((num_rows, self._size_of_row(width)), np.int64)
+        numbers = self._blank_rows(num_rows, width)
         for slot in range(num_rows):
-            row = by_slot.get(slot)
-            if row is None:
-                _encode(numbers[slot], (behind, 0, 0, slot, 0), _BLANK, width, -behind)
-            else:
+            if (row := by_slot.get(slot)) is not None:
                 num_prompt = self._prompts.get(slot, row.start)
                 header = (row.start, row.number, num_prompt, slot, 0)
                 _encode(numbers[slot], header, row.tree, width)
         self._upload(numbers)
         key = Shape(num_rows, width)
         self._runner.run((self, key, at), lambda: self._pass(num_rows, width, at), ())
+
+    def _blank_rows(self, num_rows: int, width: int) -> NDArray[np.int64]:
+        """Rows without an answer, which write behind the longest one."""
+        numbers = np.tile(_blank(width, self._longest), (num_rows, 1))
+        numbers[:, SLOT] = range(num_rows)
+        return numbers
 
     def _upload(self, numbers: NDArray[np.int64]) -> None:
         staged = torch.from_numpy(numbers.reshape(-1))
@@ -435,11 +437,7 @@ class CapturedPasses:
                 length, riders, keeps = shape.length, shape.width - 1, shape.keeps_hidden
                 self._runner.run(key, _prefill_step(self, length, riders, keeps), ())
                 continue
-            numbers = np.zeros((shape.rows, size), np.int64)
-            for slot in range(shape.rows):
-                header = (self._longest, 0, 0, slot, 0)
-                _encode(numbers[slot], header, _BLANK, shape.width, -self._longest)
-            self._upload(numbers)
+            self._upload(self._blank_rows(shape.rows, shape.width))
             at = 0 if shape.width <= NARROW else NARROW * self.num_slots
             key = (self, shape, at)
             self._runner.run(key, _pass_step(self, shape.rows, shape.width, at), ())
@@ -458,30 +456,52 @@ def _prefill_step(
 _BLANK = DraftTree.of_committed([0])
 
 
+@lru_cache(maxsize=16)
+def _blank(width: int, behind: int) -> NDArray[np.int64]:
+    """The numbers of a row without an answer, whose nodes are written to position `behind`."""
+    found = np.zeros(NUM_HEADER + width * (2 + words_of(width)), np.int64)
+    _encode(found, (behind, 0, 0, 0, 0), _BLANK, width, -behind)
+    return found
+
+
 def _encode(
     out: NDArray[np.int64], header: Header, tree: DraftTree, width: int, offset: int = 0
 ) -> None:
-    """Write the numbers of a row of zeros. Nodes that pad it see node 0 and themselves."""
-    num_nodes, num_words = tree.num_nodes, words_of(width)
-    depths, ancestors = [0], [1]
+    """Write the numbers of a row. Nodes that pad it see node 0 and themselves."""
+    num_nodes, num_words, parents = tree.num_nodes, words_of(width), tree.parents
+    out[:NUM_HEADER] = header
+    tokens = out[NUM_HEADER : NUM_HEADER + width]
+    places = out[NUM_HEADER + width : NUM_HEADER + 2 * width]
+    of_nodes = out[NUM_HEADER + 2 * width :].reshape(width, num_words)
+    tokens[:num_nodes], tokens[num_nodes:] = tree.tokens, 0
+    places[num_nodes:] = offset + 1  # of nodes that pad
+    of_nodes[num_nodes:] = _padding(width)[num_nodes:]
+    if tree.is_chain:
+        places[:num_nodes] = range(offset, offset + num_nodes)
+        of_nodes[:num_nodes] = _chain(width)[:num_nodes]
+        return
+    depths, ancestors = [offset], [1]
     for node in range(1, num_nodes):
-        parent = tree.parents[node]
+        parent = parents[node]
         depths.append(depths[parent] + 1)
         ancestors.append(ancestors[parent] | 1 << node)
-    out[:NUM_HEADER] = header
-    tokens, places, words = np.split(out[NUM_HEADER:], (width, 2 * width))
-    tokens[:num_nodes] = tree.tokens
-    places[:] = offset + 1  # of nodes that pad
-    places[:num_nodes] = np.add(depths, offset)
-    of_nodes = words.reshape(width, num_words)
+    places[:num_nodes] = depths
+    of_nodes[:num_nodes] = _words(ancestors, num_words)
+
+
+def _words(ancestors: list[int], num_words: int) -> NDArray[np.int64]:
+    """An integer of ancestors for each node as [node, word]."""
     encoded = b"".join([one.to_bytes(8 * num_words, "little") for one in ancestors])
-    of_nodes[:num_nodes] = np.frombuffer(encoded, "<i8").reshape(num_nodes, num_words)
-    of_nodes[num_nodes:] = _padding(width)[num_nodes:]
+    return np.frombuffer(encoded, "<i8").reshape(len(ancestors), num_words)
 
 
 @lru_cache(maxsize=16)
 def _padding(width: int) -> NDArray[np.int64]:
     """Ancestors of nodes that pad: node 0 and themselves, [node, word]."""
-    num_words = words_of(width)
-    encoded = b"".join((1 | 1 << node).to_bytes(8 * num_words, "little") for node in range(width))
-    return np.frombuffer(encoded, "<i8").reshape(width, num_words).astype(np.int64)
+    return _words([1 | 1 << node for node in range(width)], words_of(width))
+
+
+@lru_cache(maxsize=16)
+def _chain(width: int) -> NDArray[np.int64]:
+    """Ancestors of the nodes of a chain, [node, word]."""
+    return _words([(2 << node) - 1 for node in range(width)], words_of(width))

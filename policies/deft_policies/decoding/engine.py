@@ -2,7 +2,8 @@
 
 `start` takes sequences in, `step` runs one round and returns the finished ones, `cancel` removes
 one between two rounds. Plain decoding is the same round with trees that are only a root. The host
-owns every answer (`Sequence`); the device holds weights, keys and values, by slot.
+owns every answer (`Sequence`); the device holds weights, keys and values, by slot. Every answer is
+a row of the pass, whatever its method; drafts are accepted answer by answer (`accept`).
 """
 
 from collections.abc import Collection
@@ -157,7 +158,7 @@ class Engine:
         for index, (sequence, tree, row, scored) in enumerate(columns):
             if sequence.slot < 0:  # released since
                 continue
-            if tree.tokens == [UNREAD]:
+            if tree.tokens == [UNREAD]:  # its root was on the device alone when it was made
                 tree.tokens = sequence.tokens[-1:]
             path, bonus = _accept(sequence, tree, scored)
             record = PassRecord(this.is_prefill, tree, scored.predictions, path, bonus, this.spans)

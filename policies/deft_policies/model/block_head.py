@@ -26,7 +26,7 @@ from deft_policies.model.llama import (
     RotaryTable,
     rotate_,
 )
-from deft_policies.model.passes import Projection
+from deft_policies.model.products import product_of
 from deft_policies.model.sizes import LlamaSizes, TokenRange
 
 if TYPE_CHECKING:
@@ -194,14 +194,14 @@ class BlockPasses(CachedPasses):
     def __init__(self, head: BlockHead, cache: KVCache, kernels: "FusedKernels | None") -> None:
         super().__init__(head.sizes.backbone, head.rotary, cache, kernels)
         self._head = head
-        self._fuse = Projection(head.fuse, kernels)
+        self._fuse = product_of(head.fuse, kernels)
         self._layers = [
             (
                 layer,
-                Projection(layer.attention.qkv, kernels),
-                Projection(layer.attention.out, kernels),
-                Projection(layer.mlp.gate_up, kernels),
-                Projection(layer.mlp.down, kernels),
+                product_of(layer.attention.qkv, kernels),
+                product_of(layer.attention.out, kernels),
+                product_of(layer.mlp.gate_up, kernels),
+                product_of(layer.mlp.down, kernels),
             )
             for layer in head.backbone
         ]

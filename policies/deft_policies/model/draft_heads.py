@@ -21,7 +21,7 @@ from deft_policies.model.llama import (
     added_mask,
     rotate_,
 )
-from deft_policies.model.passes import Projection
+from deft_policies.model.products import product_of
 from deft_policies.model.sizes import LlamaSizes
 
 if TYPE_CHECKING:
@@ -170,10 +170,10 @@ class HeadPasses(CachedPasses):
     def __init__(self, head: EagleHead, cache: KVCache, kernels: "FusedKernels | None") -> None:
         super().__init__(head.sizes, head.rotary, cache, kernels)
         self._norm = head.mlp_norm
-        self._fc, self._qkv = Projection(head.fc, kernels), Projection(head.attention.qkv, kernels)
-        self._out = Projection(head.attention.out, kernels)
-        self._gate_up = Projection(head.mlp.gate_up, kernels)
-        self._down = Projection(head.mlp.down, kernels)
+        self._fc, self._qkv = product_of(head.fc, kernels), product_of(head.attention.qkv, kernels)
+        self._out = product_of(head.attention.out, kernels)
+        self._gate_up = product_of(head.mlp.gate_up, kernels)
+        self._down = product_of(head.mlp.down, kernels)
 
     def run(self, embeds: Tensor, hidden: Tensor, attention: Attention) -> Tensor:
         """The output [kept, width] of pairs [row * token, width]: of those that are kept."""

@@ -1,15 +1,16 @@
 """Inference passes of a Llama decoder through its cache: the fast twin of `LlamaDecoder.forward`.
 
 The arithmetic is the same. What is left out is what costs time on small models: module calls,
-views made anew in every layer, separate additions. Weights are looked up once, so parameters must
-not be replaced afterwards.
+views made anew in every layer, separate additions. `LlamaPasses.run` is a pass by torch's own
+operations, a CPU's and that of a GPU without fused kernels; `_run_fused` is a GPU's with them.
+What multiplies and what normalises is chosen once, when a model is loaded.
 """
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from deft_policies.model.cpu_products import (
     AS_THEY_COME,
@@ -17,11 +18,11 @@ from deft_policies.model.cpu_products import (
     Rows,
     can_be_batch_invariant,
     find_rows,
-    pack,
 )
 from deft_policies.model.fused_attention import FusedAttention
 from deft_policies.model.llama import GATES, Layer, LlamaDecoder, RMSNorm
-from deft_policies.model.quantization import Fp8Linear, Matrix
+from deft_policies.model.products import FusedProduct, Product, product_of
+from deft_policies.model.quantization import Matrix
 
 if TYPE_CHECKING:
     from deft_policies.model.kernels.launch import FusedKernels
@@ -44,31 +45,62 @@ class MixesTokens(Protocol):
         """Of [token, width] the tokens whose output is wanted."""
 
 
+@dataclass(frozen=True)
+class _Layer:
+    """What one layer computes with."""
+
+    attention_norm: "Norm"
+    qkv: Product
+    out: Product
+    mlp_norm: "Norm"
+    gate_up: Product
+    down: Product
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return self.qkv, self.out, self.gate_up, self.down
+
+
+@dataclass(frozen=True)
+class _FusedLayer:
+    """The same where fused kernels compute all of it."""
+
+    attention_norm: "Norm"
+    qkv: Matrix
+    out: Matrix
+    mlp_norm: "Norm"
+    gate_up: Matrix
+    down: Matrix
+
+
 class LlamaPasses:
     """Runs passes of a decoder whose weights do not change any more.
 
-    What `packs` cannot be recorded: see `Projection`. In bfloat16 it is batch-invariant, too, as
+    What `packs` cannot be captured: see `product_of`. In bfloat16 it is batch-invariant, too, as
     passes with fused kernels are.
     """
 
     def __init__(self, decoder: LlamaDecoder, packs: bool = False) -> None:
         self._sizes = decoder.sizes
         self._kernels = kernels = decoder.kernels
-        self._rotary = decoder.rotary
-        self._layers = [_LayerWeights(layer, kernels, packs) for layer in decoder.layers]
-        self._norm = _Norm(decoder.norm, kernels)
+        self._layers = [_layer_of(layer, kernels, packs) for layer in decoder.layers]
+        self._norm = norm_of(decoder.norm, kernels)
         # Layers, counted from 1, behind which hidden states are kept for who reads several.
         self.read_layers: tuple[int, ...] = ()
-        self.is_fused = decoder.sizes.gate == "silu" and all(
-            one.is_fused for layer in self._layers for one in layer.projections
-        )
+        self._fused = _fused_layers(self._layers) if decoder.sizes.gate == "silu" else None
         is_invariant = packs and can_be_batch_invariant(decoder.embedding.weight)
-        self.head = Projection(decoder.head, kernels, packs=is_invariant)
+        self.head = product_of(decoder.head, kernels, packs=is_invariant)
+        self._head_is_fused = isinstance(self.head, FusedProduct)
         # None: products get the rows that there are.
-        self.rows = self._find_rows(decoder) if is_invariant or self.head.is_fused else None
+        self.rows = self._find_rows(decoder) if is_invariant or self._head_is_fused else None
         if self.rows is not None and self.rows.in_blocks:
-            for one in (self.head, *(one for layer in self._layers for one in layer.projections)):
+            for one in (self.head, *(one for layer in self._layers for one in layer.products)):
                 one.rows = self.rows
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether fused kernels multiply by every matrix of the layers."""
+        return self._fused is not None
 
     def run(
         self,
@@ -83,9 +115,9 @@ class LlamaPasses:
         layer computes every token, because later layers read their keys. The hidden states behind
         each of `read_layers` are appended to `states`, of the same tokens.
         """
-        if isinstance(attention, FusedAttention) and self.is_fused:
+        if isinstance(attention, FusedAttention) and self._fused is not None:
             assert last is None or isinstance(last, FusedAttention)
-            return self._run_fused(attention.kernels, embeds, attention, last, states)
+            return self._run_fused(self._fused, embeds, attention, last, states)
         # A copy, because layers add to it in place.
         hidden, branch = self.padded(embeds.clone()), None
         final = len(self._layers) - 1
@@ -102,24 +134,24 @@ class LlamaPasses:
 
     def _run_fused(
         self,
-        kernels: "FusedKernels",
+        layers: list[_FusedLayer],
         embeds: Tensor,
         attention: FusedAttention,
         last: FusedAttention | None,
         states: list[Tensor] | None,
     ) -> Tensor:
         """`run` where every matrix is multiplied by a fused kernel: seven launches a layer."""
-        hidden = embeds.clone()
-        final = len(self._layers) - 1
-        for index, layer in enumerate(self._layers):
+        kernels, hidden = attention.kernels, embeds.clone()
+        final = len(layers) - 1
+        for index, layer in enumerate(layers):
             self._note(index, hidden, last or attention, states)
             normed = layer.attention_norm.apply(hidden, None)
-            queries = attention.project(index, normed, layer.qkv.matrix)
+            queries = attention.project(index, normed, layer.qkv)
             if index == final and last is not None:
                 attention, hidden = last, last.keep(hidden)
-            kernels.product(attention.attend(index, queries), layer.out.matrix, residual=hidden)
-            opened = kernels.open(layer.mlp_norm.apply(hidden, None), layer.gate_up.matrix)
-            kernels.product(opened, layer.down.matrix, residual=hidden)
+            kernels.product(attention.attend(index, queries), layer.out, residual=hidden)
+            opened = kernels.open(layer.mlp_norm.apply(hidden, None), layer.gate_up)
+            kernels.product(opened, layer.down, residual=hidden)
         return self._norm.apply(hidden, None)
 
     def _note(
@@ -148,7 +180,7 @@ class LlamaPasses:
                 (sizes.width, decoder.head.out_features, self.head.apply),
             ),
             decoder.embedding.weight,
-            AS_THEY_COME if self.head.is_fused else PADDED,
+            AS_THEY_COME if self._head_is_fused else PADDED,
         )
 
     def _open(self, gate_up: Tensor) -> Tensor:
@@ -159,130 +191,78 @@ class LlamaPasses:
         return GATES[self._sizes.gate](gate).mul_(up)
 
 
-class Projection:
-    """A weight, ready to multiply [token, in] from the right, and a bias where there is one."""
+def _layer_of(layer: nn.Module, kernels: "FusedKernels | None", packs: bool) -> _Layer:
+    assert isinstance(layer, Layer)
+    attention, mlp = layer.attention, layer.mlp
+    return _Layer(
+        norm_of(layer.attention_norm, kernels),
+        product_of(attention.qkv, kernels, packs),
+        product_of(attention.out, kernels, packs),
+        norm_of(layer.mlp_norm, kernels),
+        product_of(mlp.gate_up, kernels, packs),
+        product_of(mlp.down, kernels, packs),
+    )
 
-    def __init__(
-        self, linear: nn.Module, kernels: "FusedKernels | None" = None, packs: bool = False
-    ) -> None:
-        """Remember the weight; it must not be replaced afterwards, nor changed if it is packed.
 
-        A small one that `packs` is copied into a layout that a CPU multiplies faster, half the size
-        in float32 where float16 holds its numbers. In bfloat16 it is then multiplied in that layout
-        always, and added afterwards, so that rows can be computed alike.
-        """
-        self.rows: Rows | None = None  # None: products get the rows that there are
-        self._kernels = kernels
-        self._matrix: Matrix | None = None  # what a fused kernel multiplies
-        self._turned: Tensor | None = None
-        self._packed = None
-        self._adds_later = False
-        self._linear = linear
-        if isinstance(linear, Fp8Linear):
-            self._matrix = None if kernels is None else linear.matrix
-            return
-        assert isinstance(linear, nn.Linear)
-        self._weight, self._bias = linear.weight, linear.bias
-        # Weights that torchao has quantised are tensors of another class, and only know `linear`.
-        if type(linear.weight) is not nn.Parameter or type(linear.weight.data) is not Tensor:
-            return
-        weight = linear.weight.detach()
-        self._turned = weight.t()
-        self._packed = pack(weight) if packs else None
-        self._adds_later = packs and can_be_batch_invariant(linear.weight)
-        if kernels is not None and kernels.multiplies(linear.weight):
-            self._matrix = Matrix(weight, None if linear.bias is None else linear.bias.detach())
-
-    @property
-    def is_fused(self) -> bool:
-        """Whether a fused kernel multiplies."""
-        return self._matrix is not None
-
-    @property
-    def matrix(self) -> Matrix:
-        """What a fused kernel multiplies."""
-        assert self._matrix is not None
-        return self._matrix
-
-    def apply(self, inputs: Tensor) -> Tensor:
-        """Multiply [token, in]."""
-        if self.rows is not None:
-            return self.rows.multiply(self._multiply, inputs)
-        return self._multiply(inputs)
-
-    def apply_some(self, inputs: Tensor, rows: slice) -> Tensor:
-        """Multiply [token, in] by some rows of a weight that is as it was."""
-        if self._matrix is not None and self._kernels is not None:
-            return self._kernels.product(inputs, Matrix(self._matrix.weight[rows]))
-        return functional.linear(inputs, self._weight[rows])
-
-    def _multiply(self, inputs: Tensor) -> Tensor:
-        if self._matrix is not None and self._kernels is not None:
-            return self._kernels.product(inputs, self._matrix)
-        if isinstance(self._linear, Fp8Linear):
-            return self._linear.multiply(inputs)
-        if self._packed is not None and inputs.shape[0] >= self._packed.least_rows:
-            found = self._packed.product(inputs)
-        elif self._turned is None:
-            found = functional.linear(inputs, self._weight)
-        else:
-            found = torch.mm(inputs, self._turned)
-        return found if self._bias is None else found.add_(self._bias)
-
-    def add_to(self, residual: Tensor, inputs: Tensor) -> Tensor | None:
-        """Multiply [token, in] and add to [token, out] in place.
-
-        Returns what is still to be added: not every product can add at once.
-        """
-        if self._matrix is not None and self._kernels is not None:
-            self._kernels.product(inputs, self._matrix, residual=residual)
+def _fused_layers(layers: list[_Layer]) -> list[_FusedLayer] | None:
+    """The layers' matrices; None where not all of them are multiplied by fused kernels."""
+    found = []
+    for layer in layers:
+        matrices = [one.matrix for one in layer.products if isinstance(one, FusedProduct)]
+        if len(matrices) < len(layer.products):
             return None
-        if (
-            self._turned is None
-            or self._adds_later
-            or (self._packed is not None and inputs.shape[0] >= self._packed.least_rows)
-        ):
-            return self.apply(inputs)
-        residual.addmm_(inputs, self._turned)
-        return None
+        qkv, out, gate_up, down = matrices
+        norms = layer.attention_norm, layer.mlp_norm
+        found.append(_FusedLayer(norms[0], qkv, out, norms[1], gate_up, down))
+    return found
 
 
-class _Norm:
-    """`RMSNorm` with as few kernels as it takes: on a CPU they cost more than the arithmetic."""
-
-    def __init__(self, norm: nn.Module, kernels: "FusedKernels | None") -> None:
-        assert isinstance(norm, RMSNorm)
-        weight, eps = norm.weight, norm.eps
-        self._kernels = kernels
-        self._number = eps
-        self._weight = weight.detach()
-        self._eps = torch.tensor(eps, device=weight.device, dtype=torch.float32)
-        self._share = 1.0 / len(weight)
-        self._is_float32 = weight.dtype == torch.float32
+class Norm(Protocol):
+    """`RMSNorm` of [token, width]."""
 
     def apply(self, hidden: Tensor, branch: Tensor | None) -> Tensor:
         """Add what is still to be added, in place, and normalise."""
+
+
+def norm_of(norm: nn.Module, kernels: "FusedKernels | None") -> Norm:
+    """By a fused kernel, or with as few of torch's as it takes, which cost more than arithmetic."""
+    assert isinstance(norm, RMSNorm)
+    if kernels is not None:
+        return _FusedNorm(norm, kernels)
+    return _Float32Norm(norm) if norm.weight.dtype == torch.float32 else _NarrowNorm(norm)
+
+
+class _FusedNorm:
+    def __init__(self, norm: RMSNorm, kernels: "FusedKernels") -> None:
+        self._weight, self._eps, self._kernels = norm.weight.detach(), norm.eps, kernels
+
+    def apply(self, hidden: Tensor, branch: Tensor | None) -> Tensor:
         if branch is not None:
             hidden.add_(branch)
-        if self._kernels is not None:
-            return self._kernels.rms_norm(hidden, self._weight, self._number)
-        wide = hidden if self._is_float32 else hidden.float()
+        return self._kernels.rms_norm(hidden, self._weight, self._eps)
+
+
+class _Float32Norm:
+    def __init__(self, norm: RMSNorm) -> None:
+        self._weight = weight = norm.weight.detach()
+        self._eps = torch.tensor(norm.eps, device=weight.device, dtype=torch.float32)
+        self._share = 1.0 / len(weight)
+
+    def apply(self, hidden: Tensor, branch: Tensor | None) -> Tensor:
+        if branch is not None:
+            hidden.add_(branch)
+        return hidden.mul(self._scale(hidden)).mul_(self._weight)
+
+    def _scale(self, wide: Tensor) -> Tensor:
         length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale = torch.addcmul(self._eps, length, length, value=self._share).rsqrt_()
-        if self._is_float32:
-            return wide.mul(scale).mul_(self._weight)
-        return wide.mul_(scale).to(hidden.dtype).mul_(self._weight)
+        return torch.addcmul(self._eps, length, length, value=self._share).rsqrt_()
 
 
-class _LayerWeights:
-    """What one layer multiplies with."""
+class _NarrowNorm(_Float32Norm):
+    """Of numbers with fewer bits: in float32, and rounded before the weight, as Llama does."""
 
-    def __init__(self, layer: nn.Module, kernels: "FusedKernels | None", packs: bool) -> None:
-        assert isinstance(layer, Layer)
-        self.qkv = Projection(layer.attention.qkv, kernels, packs)
-        self.out = Projection(layer.attention.out, kernels, packs)
-        self.gate_up = Projection(layer.mlp.gate_up, kernels, packs)
-        self.down = Projection(layer.mlp.down, kernels, packs)
-        self.projections = (self.qkv, self.out, self.gate_up, self.down)
-        self.attention_norm = _Norm(layer.attention_norm, kernels)
-        self.mlp_norm = _Norm(layer.mlp_norm, kernels)
+    def apply(self, hidden: Tensor, branch: Tensor | None) -> Tensor:
+        if branch is not None:
+            hidden.add_(branch)
+        wide = hidden.float()
+        return wide.mul_(self._scale(wide)).to(hidden.dtype).mul_(self._weight)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from deft_policies.model.cpu_products import PackableLinear, can_pack, can_pack_halves, pack
-from deft_policies.model.passes import Projection
+from deft_policies.model.products import product_of
 from tests.tiny_target import fast_target, greedy, random_prompts, tiny_decoder
 
 OPERATORS = [
@@ -28,8 +28,8 @@ def test_a_packed_weight_multiplies_as_one_that_is_not(num_rows: int, is_rounded
     if is_rounded:
         linear.weight.copy_(linear.weight.bfloat16())
     inputs = torch.randn(num_rows, 48)
-    found = Projection(linear, packs=True).apply(inputs)
-    torch.testing.assert_close(found, Projection(linear).apply(inputs))
+    found = product_of(linear, packs=True).apply(inputs)
+    torch.testing.assert_close(found, product_of(linear).apply(inputs))
     torch.testing.assert_close(found, linear(inputs))
 
 
