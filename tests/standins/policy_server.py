@@ -10,8 +10,8 @@ from websockets.exceptions import ConnectionClosed
 
 from deft_core.errors import Problem
 from deft_core.types import ServerInfo
-from deft_core.wire import json_codec, msgpack_codec
-from deft_core.wire.msgpack_codec import decode_request
+from deft_core.wire import codec
+from deft_core.wire.codec import decode_request
 from tests.core.samples import full_answer
 
 INFO = ServerInfo(
@@ -28,7 +28,7 @@ INFO = ServerInfo(
     decoding_methods=("lossless",),
     versions={"deft-vla": "0.1.0"},
 )
-ANSWER = msgpack_codec.encode_answer(full_answer())
+ANSWER = codec.encode_answer(full_answer())
 
 Reaction = httpx.Response | Exception
 
@@ -37,7 +37,7 @@ def refusal(status: int, detail: str = "because", **headers: str) -> httpx.Respo
     problem = Problem(status, "No", detail, field="state", request_id="r-1")
     return httpx.Response(
         status,
-        content=json_codec.encode_problem(problem),
+        content=codec.encode_problem(problem),
         headers={name.replace("_", "-"): value for name, value in headers.items()},
     )
 
@@ -74,7 +74,7 @@ class FakeServer:
             case ("POST", "/v1/reset"):
                 return httpx.Response(204)
             case ("GET", "/v1/info"):
-                return httpx.Response(200, content=json_codec.encode_info(INFO))
+                return httpx.Response(200, content=codec.encode_info(INFO))
             case ("GET", "/readyz"):
                 return httpx.Response(200)
         return refusal(404)
@@ -86,7 +86,7 @@ Answers = bytes | str | tuple[bytes | str, ...] | None | Callable[[bytes], bytes
 
 def repeating_id(frame: bytes) -> bytes:
     """Answer as today's servers do."""
-    return msgpack_codec.encode_answer(full_answer(), decode_request(frame).id)
+    return codec.encode_answer(full_answer(), decode_request(frame).id)
 
 
 class FakeStream:
