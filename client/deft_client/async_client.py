@@ -1,17 +1,18 @@
 """The client for asyncio: `async with AsyncPolicyClient(url) as policy: await policy.act(frame)`.
 
-It uses httpx's public transport; one time limit around each try ends all that it waits for.
+One time limit around each try ends all that it waits for.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterable, Mapping
+import uuid
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import cast
 
-import httpx
+import httpcore
 
 from deft_client.calls import (
+    NETWORK_STREAM,
     REQUEST_ID,
     SHORTEST_WAIT_S,
     Attempts,
@@ -19,11 +20,12 @@ from deft_client.calls import (
     HttpReply,
     HttpRequest,
     Readiness,
+    headers_of,
 )
-from deft_client.deadlines import KEPT_OPEN
+from deft_client.deadlines import KEPT_OPEN_S, MAX_CONNECTIONS
 from deft_client.errors import AnswerTimeoutError, TransportError
 from deft_client.settings import DEFAULT_URL, LOADING_S, ClientSettings
-from deft_client.unreachable import transport_error
+from deft_client.unreachable import FAILURES, transport_error
 from deft_core.errors import DeftError
 from deft_core.types import ActionChunk, ActOptions, Observation, ServerInfo
 
@@ -40,14 +42,14 @@ class AsyncPolicyClient(ClientCalls):
         self,
         url: str = DEFAULT_URL,
         settings: ClientSettings | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
+        transport: httpcore.AsyncConnectionPool | None = None,
         *,
         api_key: str | None = None,
         timeout: float | None = None,
     ) -> None:
         super().__init__(url, settings, api_key, timeout)
-        self._transport = transport or httpx.AsyncHTTPTransport(
-            verify=self._context, limits=KEPT_OPEN, proxy=self.settings.proxy
+        self._transport = transport or httpcore.AsyncConnectionPool(
+            self._context, self._proxy, MAX_CONNECTIONS, keepalive_expiry=KEPT_OPEN_S
         )
 
     async def act(self, observation: Observation, options: ActOptions | None = None) -> ActionChunk:
@@ -119,31 +121,20 @@ class AsyncPolicyClient(ClientCalls):
         """Send a request once."""
         left_s = max(request.gives_up_at - time.monotonic(), SHORTEST_WAIT_S)
         try:
-            return await asyncio.wait_for(self._exchange(self._prepared(request)), left_s)
-        except httpx.TransportError as error:
+            return await asyncio.wait_for(self._exchange(request), left_s)
+        except FAILURES as error:
             raise transport_error(error, self.url) from error
         except TimeoutError as error:
             raise AnswerTimeoutError(f"{self.url} took too long to answer") from error
 
-    async def _exchange(self, sent: httpx.Request) -> HttpReply:
-        """Read an answer, or refuse one that is too long or that another request asked for.
-
-        A connection is kept only where answers say which request they are to: on any other, what
-        came unasked would be the next answer.
-        """
-        response = await self._transport.handle_async_request(sent)
-        body, is_ours = bytearray(), self._is_ours(sent, response)
-        try:
-            async for part in cast(AsyncIterable[bytes], response.stream):
+    async def _exchange(self, request: HttpRequest) -> HttpReply:
+        """Ask, and read the answer as `PolicyClient` does."""
+        request_id, body = uuid.uuid4().hex, bytearray()
+        async with self._transport.stream(**self._prepared(request, request_id)) as response:
+            async for part in response.aiter_stream():
                 self._take(body, part)
-            if not is_ours or REQUEST_ID not in response.headers:
-                await _hang_up(response)
-        finally:
-            await response.aclose()
-        return self._reply_of(response, body, is_ours)
-
-
-async def _hang_up(response: httpx.Response) -> None:
-    stream = response.extensions.get("network_stream")
-    if stream is not None:
-        await stream.aclose()
+            reply = HttpReply(response.status, bytes(body), headers_of(response))
+            is_kept = reply.headers.get(REQUEST_ID) == request_id
+            if not is_kept and NETWORK_STREAM in response.extensions:
+                await response.extensions[NETWORK_STREAM].aclose()
+        return self._believed(request_id, reply)

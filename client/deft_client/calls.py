@@ -13,8 +13,10 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
+from typing import Any
+from urllib.parse import unquote, urlsplit
 
-import httpx
+import httpcore
 
 from deft_client.actions import check_actions
 from deft_client.deadlines import ends_at
@@ -45,6 +47,7 @@ from deft_core.wire.messages import ActMessage
 logger = logging.getLogger(__name__)
 ACT_PATH = "/v1/act"
 REQUEST_ID = "x-request-id"
+NETWORK_STREAM = "network_stream"  # what httpcore calls the connection of a response
 RETRIED_STATUS = (429, 502, 503)
 SHORTEST_WAIT_S = 0.001  # 0 would mean not to wait at all
 # A server counts a deadline from the arrival of the frame, and answers one that it missed with 504:
@@ -142,18 +145,18 @@ class ClientCalls:
         self.settings = _completed(settings or ClientSettings(), api_key, timeout)
         self.session_id = uuid.uuid4().hex  # of acts and resets that name no other
         self._headers = {"user-agent": "deft-client", **authorization(self.settings)}
-        self._urls: dict[str, httpx.URL] = {}
+        self._urls: dict[str, httpcore.URL] = {}
         # What `info` promised, once it was asked: the size of an action, and how many there are;
         # and all of it until the first frame after.
         self._info: ServerInfo | None = None
         self._action_dim: int | None = None
         self._chunk_length: int | None = None
         self._repeats_request_ids = False  # until the server has shown that it does
-        self._context: ssl.SSLContext | bool = True
-        if not self.url.startswith("https"):  # httpx would read all authorities first: 25 ms
-            self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        elif self.settings.tls is not None:
-            self._context = self.settings.tls.context()
+        self._proxy = _proxy(self.settings.proxy)
+        self._context: ssl.SSLContext | None = None
+        if self.url.startswith("https"):
+            tls = self.settings.tls
+            self._context = httpcore.default_ssl_context() if tls is None else tls.context()
 
     def _act_request(self, observation: Observation, options: ActOptions | None) -> HttpRequest:
         settings, options = self.settings, options or ActOptions()
@@ -265,21 +268,21 @@ class ClientCalls:
         """HTTP tells answers apart by its own header."""
         return None
 
-    def _prepared(self, request: HttpRequest) -> httpx.Request:
-        """Return the request as the transport takes it."""
+    def _prepared(self, request: HttpRequest, request_id: str) -> dict[str, Any]:
+        """Return the request as a pool of connections takes it: the arguments of `stream`."""
         left_s = max(request.gives_up_at - time.monotonic(), SHORTEST_WAIT_S)
         connect_s = min(self.settings.timeouts.connect_s, left_s)
         per_phase = {"connect": connect_s, "write": left_s, "read": left_s, "pool": left_s}
         url = self._urls.get(request.path)
         if url is None:
-            url = self._urls[request.path] = httpx.URL(self.url + request.path)
-        return httpx.Request(
-            request.method,
-            url,
-            headers={REQUEST_ID: uuid.uuid4().hex, **self._headers, **request.headers},
-            content=request.body,
-            extensions={"timeout": per_phase},
-        )
+            url = self._urls[request.path] = httpcore.URL(self.url + request.path)
+        return {
+            "method": request.method,
+            "url": url,
+            "headers": {REQUEST_ID: request_id, **self._headers, **request.headers},
+            "content": request.body,
+            "extensions": {"timeout": per_phase},
+        }
 
     def _take(self, body: bytearray, part: bytes) -> None:
         """Add to an answer, or refuse one that is too long."""
@@ -288,22 +291,41 @@ class ClientCalls:
             raise MessageTooLargeError("answer", f"is longer than the {most} bytes that are taken")
         body += part
 
-    def _is_ours(self, sent: httpx.Request, response: httpx.Response) -> bool:
+    def _is_ours(self, request_id: str, reply: HttpReply) -> bool:
         """Is it the answer to this request?
 
         Who never repeats an id is believed; proxies that do not repeat it only tell of problems.
         """
-        own, repeated = sent.headers[REQUEST_ID], response.headers.get(REQUEST_ID)
-        is_missed = self._repeats_request_ids and response.status_code < 300
-        return bool(repeated == own or (repeated is None and not is_missed))
+        repeated = reply.headers.get(REQUEST_ID)
+        is_missed = self._repeats_request_ids and reply.status < 300
+        return repeated == request_id or (repeated is None and not is_missed)
 
-    def _reply_of(self, response: httpx.Response, body: bytearray, is_ours: bool) -> HttpReply:
-        if not is_ours:
+    def _believed(self, request_id: str, reply: HttpReply) -> HttpReply:
+        """Return an answer, or raise where it is the one to another request."""
+        if not self._is_ours(request_id, reply):
             raise ServerUnreachableError(
                 f"{self.url} sent an answer to another request; it was not used"
             )
-        self._repeats_request_ids |= REQUEST_ID in response.headers
-        return HttpReply(response.status_code, bytes(body), response.headers)
+        self._repeats_request_ids |= REQUEST_ID in reply.headers
+        return reply
+
+
+def headers_of(response: httpcore.Response) -> dict[str, str]:
+    """Return the headers of an answer, their names in lower case."""
+    return {
+        name.decode("latin-1").lower(): value.decode("latin-1") for name, value in response.headers
+    }
+
+
+def _proxy(url: str | None) -> httpcore.Proxy | None:
+    """Return a proxy; its URL may hold a name and a password."""
+    if url is None:
+        return None
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https", "socks5", "socks5h") or not parts.hostname:
+        raise ValueError(f"proxy must be the URL of one, such as http://proxy:3128, got {url!r}")
+    auth = (unquote(parts.username), unquote(parts.password or "")) if parts.username else None
+    return httpcore.Proxy(url, auth)
 
 
 def _act_post(body: bytes, gives_up_at: float, loading_until: float) -> HttpRequest:

@@ -1,23 +1,32 @@
 """The client a robot uses: `with PolicyClient(url) as policy: policy.act(observation)`.
 
-It uses httpx's transport without httpx's client around it: cookies, redirects and authentication
-flows are of no use here, and took a third of the processor time of a call. Nor are bodies inflated:
-nobody asks for compressed answers, and a small one can become gigabytes.
+It uses httpcore, which knows connections and HTTP and nothing else: cookies, redirects and
+authentication flows are of no use here. Nor are bodies inflated: nobody asks for compressed
+answers, and a small one can become gigabytes.
 """
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+import uuid
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, cast
 
-import httpx
+import httpcore
 
-from deft_client.calls import Attempts, ClientCalls, HttpReply, HttpRequest, Readiness
-from deft_client.deadlines import DeadlineTransport, ending_at
+from deft_client.calls import (
+    NETWORK_STREAM,
+    REQUEST_ID,
+    Attempts,
+    ClientCalls,
+    HttpReply,
+    HttpRequest,
+    Readiness,
+    headers_of,
+)
+from deft_client.deadlines import connection_pool, ending_at
 from deft_client.errors import TransportError
 from deft_client.settings import DEFAULT_URL, LOADING_S, ClientSettings
-from deft_client.unreachable import transport_error
+from deft_client.unreachable import FAILURES, transport_error
 from deft_core.errors import DeftError
 from deft_core.types import ActionChunk, ActOptions, Observation, ServerInfo
 
@@ -34,7 +43,7 @@ class PolicyClient(ClientCalls):
         self,
         url: str = DEFAULT_URL,
         settings: ClientSettings | None = None,
-        transport: httpx.BaseTransport | None = None,
+        transport: httpcore.ConnectionPool | None = None,
         *,
         api_key: str | None = None,
         timeout: float | None = None,
@@ -46,7 +55,7 @@ class PolicyClient(ClientCalls):
     def _connect(self) -> None:
         """Begin without connections, in this process."""
         self._process = os.getpid()
-        self._transport = self._given or DeadlineTransport(self._context, self.settings.proxy)
+        self._transport = self._given or connection_pool(self._context, self._proxy)
 
     def _leave_parents_connections(self) -> None:
         """After a fork they are the other process's: its answers are not for us."""
@@ -127,32 +136,24 @@ class PolicyClient(ClientCalls):
     def _send(self, request: HttpRequest) -> HttpReply:
         """Send a request once."""
         self._leave_parents_connections()
-        sent = self._prepared(request)
+        request_id = uuid.uuid4().hex
+        sent = self._prepared(request, request_id)
         try:
-            with ending_at(request.gives_up_at):
-                return self._reply(sent, self._transport.handle_request(sent))
-        except httpx.TransportError as error:
+            with ending_at(request.gives_up_at), self._transport.stream(**sent) as response:
+                return self._believed(request_id, self._read(response, request_id))
+        except FAILURES as error:
             raise transport_error(error, self.url) from error
 
-    def _reply(self, sent: httpx.Request, response: httpx.Response) -> HttpReply:
-        """Read an answer, or refuse one that is too long or that another request asked for.
+    def _read(self, response: httpcore.Response, request_id: str) -> HttpReply:
+        """Read an answer, or refuse one that is too long.
 
-        Its connection is closed where more came than was asked for: it would be the next answer.
+        A connection is kept only where answers say which request they are to: on any other, what
+        came unasked would be the next answer.
         """
-        body, is_ours = bytearray(), self._is_ours(sent, response)
-        try:
-            for part in cast(Iterable[bytes], response.stream):
-                self._take(body, part)
-            if not is_ours or has_unasked_bytes(response):
-                response.extensions["network_stream"].close()
-        finally:
-            response.close()
-        return self._reply_of(response, body, is_ours)
-
-
-def has_unasked_bytes(response: httpx.Response) -> bool:
-    """Did more come with the end of an answer? No public name of httpx leads to what was read."""
-    found: Any = response.stream
-    for name in ("_httpcore_stream", "_stream", "_connection", "_h11_state"):
-        found = getattr(found, name, None)
-    return found is not None and bool(found.trailing_data[0])
+        body = bytearray()
+        for part in response.iter_stream():
+            self._take(body, part)
+        reply = HttpReply(response.status, bytes(body), headers_of(response))
+        if reply.headers.get(REQUEST_ID) != request_id and NETWORK_STREAM in response.extensions:
+            response.extensions[NETWORK_STREAM].close()
+        return reply

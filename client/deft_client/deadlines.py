@@ -1,8 +1,8 @@
 """Connections that end at a moment, whatever the other side does.
 
-httpx bounds each phase of a call, and within a phase each wait for a byte: a server that sends one
-now and then holds its caller for ever. Here every wait of a call ends at the same moment: finding
-the address, connecting, TLS, sending, reading. Knows nothing of HTTP.
+httpcore bounds each phase of a call, and within a phase each wait for a byte: a server that sends
+one now and then holds its caller for ever. Here every wait of a call ends at the same moment:
+finding the address, connecting, TLS, sending, reading. Knows nothing of HTTP.
 """
 
 import queue
@@ -16,12 +16,12 @@ from contextvars import ContextVar
 from ipaddress import ip_address
 
 import httpcore
-import httpx
 
 # httpcore asks for 64 KiB, and parses all that it got before it looks at the clock again: of many
-# tiny messages that is a tenth of a second. It gets a 16th of what it asked for.
-READ_SHARE = 16
-KEPT_OPEN = httpx.Limits(max_connections=100, keepalive_expiry=60.0)
+# tiny messages that is a tenth of a second.
+MAX_READ_BYTES = 4096
+MAX_CONNECTIONS = 100
+KEPT_OPEN_S = 60.0  # a connection that is not used
 NEVER = float("inf")
 
 _gives_up_at: ContextVar[float] = ContextVar("deft_client_gives_up_at", default=NEVER)
@@ -34,7 +34,7 @@ def ends_at() -> float:
 
 @contextmanager
 def ending_at(moment: float) -> Iterator[None]:
-    """End every wait of this thread's `DeadlineTransport` at a moment of `time.monotonic`.
+    """End every wait of this thread's connections at a moment of `time.monotonic`.
 
     Inside another one the earlier moment counts.
     """
@@ -57,13 +57,13 @@ def remaining_s(
     return left if timeout is None else min(timeout, left)
 
 
-class DeadlineTransport(httpx.HTTPTransport):
-    """httpx's transport, whose connections know about `ending_at`."""
-
-    def __init__(self, verify: ssl.SSLContext | bool, proxy: str | None) -> None:
-        super().__init__(verify=verify, limits=KEPT_OPEN, proxy=proxy)
-        # httpx has no argument for it; `tests/client/test_deadlines.py` tells when this breaks.
-        self._pool._network_backend = _Backend()
+def connection_pool(
+    context: ssl.SSLContext | None, proxy: httpcore.Proxy | None
+) -> httpcore.ConnectionPool:
+    """Return connections that know about `ending_at`."""
+    return httpcore.ConnectionPool(
+        context, proxy, MAX_CONNECTIONS, keepalive_expiry=KEPT_OPEN_S, network_backend=_Backend()
+    )
 
 
 class _Backend(httpcore.SyncBackend):
@@ -97,7 +97,7 @@ class _Stream(httpcore.NetworkStream):
         self._is_nested = is_nested  # TLS inside TLS, through an https proxy
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        return self._stream.read(max_bytes // READ_SHARE, remaining_s(timeout))
+        return self._stream.read(min(max_bytes, MAX_READ_BYTES), remaining_s(timeout))
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
         """Send all of it, looking at the clock whenever the other side has taken some."""

@@ -2,20 +2,17 @@
 
 Frames alternate strictly: a binary request, then a binary answer, or a problem as text. Everything
 but `act` still goes over HTTP, and so does the handshake: deadlines, TLS and proxies are the same.
-A broken connection is made anew under the same rules of retrying, and so is one on which something
-came that nobody had asked for: it must never be taken for the answer to the next observation. Each
-frame has an id that the answer repeats; servers of earlier versions refuse it, and get none.
+A broken connection is made anew under the same rules of retrying. Each frame has an id that the
+answer repeats, so that the answer to another frame is never executed.
 """
 
 import contextlib
 import threading
 import time
 import uuid
-from dataclasses import replace
 from typing import Annotated
 
 import httpcore
-import httpx
 from msgspec import Meta, Struct
 from websockets.client import ClientProtocol
 from websockets.datastructures import Headers
@@ -25,49 +22,55 @@ from websockets.http11 import Response
 from websockets.protocol import OPEN
 from websockets.uri import parse_uri
 
-from deft_client.calls import ACT_PATH, HttpReply, HttpRequest
+from deft_client.calls import ACT_PATH, NETWORK_STREAM, HttpReply, HttpRequest
 from deft_client.client import PolicyClient
-from deft_client.deadlines import READ_SHARE, ending_at, remaining_s
+from deft_client.deadlines import MAX_READ_BYTES, ending_at, remaining_s
 from deft_client.errors import AnswerTimeoutError, ServerUnreachableError
 from deft_client.settings import DEFAULT_URL, ClientSettings
-from deft_client.unreachable import transport_error
+from deft_client.unreachable import FAILURES, transport_error
 from deft_core.errors import MessageTooLargeError, WireError
-from deft_core.wire.codec import decode_problem, message_id, without_id
+from deft_core.wire.codec import message_id
 from deft_core.wire.formats import WireFormat, decode
 
 STREAM_PATH = "/v1/stream"
+SWITCHING_PROTOCOLS = 101
 CLOSE_S = 0.1  # for saying goodbye; the other side's is not waited for
-# More than a record of TLS, of which what is left would go unseen; little for the allocator.
-READ_BYTES = READ_SHARE * 64 * 1024
-SLICE_BYTES = 4096  # parsed between two looks at the clock
 _WAITING_S = 0.05  # for bytes that are there already
-_TIMEOUTS = (TimeoutError, httpcore.TimeoutException, httpx.TimeoutException)
-_BREAKS = (OSError, httpcore.NetworkError, httpcore.ProtocolError, httpx.TransportError)
+_TIMEOUTS = (TimeoutError, httpcore.TimeoutException)
+_BREAKS = (OSError, httpcore.NetworkError, httpcore.ProtocolError)
 
 
 class Connection:
-    """One WebSocket: the response that opened it, its frames, and the socket below.
+    """One WebSocket: websockets knows the protocol, httpcore has the connection below.
 
     Every wait ends with the call: see `ending_at`.
     """
 
     def __init__(self, url: str, max_bytes: int) -> None:
-        self._opening = ClientProtocol(parse_uri(stream_url(url)))
-        self._protocol = ClientProtocol(self._opening.uri, state=OPEN, max_size=max_bytes)
-        self._response: httpx.Response | None = None
+        self._protocol = ClientProtocol(parse_uri(stream_url(url)), max_size=max_bytes)
+        self._handshake = self._protocol.connect()
+        self._open = contextlib.ExitStack()  # the response that opened the stream
+        self._socket: httpcore.NetworkStream | None = None
         self._opcode: Opcode | None = None  # of the message of which parts have come
         self._message = bytearray()
 
     @property
     def handshake(self) -> dict[str, str]:
         """Headers of the GET that opens the stream."""
-        return dict(self._opening.connect().headers.raw_items())
+        return dict(self._handshake.headers.raw_items())
 
-    def open(self, response: httpx.Response) -> None:
+    def open(self, opened: contextlib.ExitStack, response: httpcore.Response) -> None:
         """Take over a connection; `InvalidHandshake` unless it was opened for this request."""
-        self._response = response
-        headers = Headers(response.headers.multi_items())
-        self._opening.process_response(Response(response.status_code, "", headers))
+        self._open, self._socket = opened, response.extensions[NETWORK_STREAM]
+        self._protocol.send_request(self._handshake)
+        self._protocol.data_to_send()  # httpcore has sent it, and has read the answer
+        headers = Headers(
+            (name.decode("latin-1"), value.decode("latin-1")) for name, value in response.headers
+        )
+        answer = Response(response.status, "Switching Protocols", headers)
+        self._protocol.receive_data(answer.serialize())
+        if self._protocol.handshake_exc is not None:
+            raise self._protocol.handshake_exc
 
     def ask(self, frame: bytes) -> bytes | str:
         """Send a frame and return the one message that comes back."""
@@ -82,7 +85,7 @@ class Connection:
 
     def is_quiet(self) -> bool:
         """Is the connection as the last answer left it, but for pings?"""
-        if self._opcode is not None or self._protocol.reader.buffer:  # a part of something
+        if self._opcode is not None:  # a part of something
             return False
         if not self._has_bytes():
             return True
@@ -102,24 +105,20 @@ class Connection:
 
     def abandon(self) -> None:
         """Close our end of a socket that another process goes on using."""
-        self._socket.close()
+        self._stream.close()
 
     def close(self) -> None:
         """Close the socket."""
-        if self._response is not None:
-            self._response.close()
+        self._open.close()
 
     def _receive(self) -> list[bytes | str]:
-        received = memoryview(self._socket.read(READ_BYTES))
+        """Read what has come; return the messages that are whole with it."""
+        received = self._stream.read(MAX_READ_BYTES)
         if not received:
             raise ConnectionError("the server closed the connection")
-        messages: list[bytes | str] = []
-        while received:
-            remaining_s(None)  # raises where the time of the call is over
-            self._protocol.receive_data(bytes(received[:SLICE_BYTES]))
-            received = received[SLICE_BYTES:]
-            messages += self._whole_messages()
-            self._flush()  # pongs
+        self._protocol.receive_data(received)
+        messages = self._whole_messages()
+        self._flush()  # pongs
         if isinstance(self._protocol.parser_exc, PayloadTooBig):
             raise MessageTooLargeError("answer", str(self._protocol.parser_exc))
         if self._protocol.state is not OPEN:
@@ -149,16 +148,15 @@ class Connection:
     def _flush(self) -> None:
         for data in self._protocol.data_to_send():
             if data:  # nothing stands for the end of the stream; closing it says as much
-                self._socket.write(data)
+                self._stream.write(data)
 
     def _has_bytes(self) -> bool:
-        return bool(self._socket.get_extra_info("is_readable"))
+        return bool(self._stream.get_extra_info("is_readable"))
 
     @property
-    def _socket(self) -> httpcore.NetworkStream:
-        assert self._response is not None
-        stream: httpcore.NetworkStream = self._response.extensions["network_stream"]
-        return stream
+    def _stream(self) -> httpcore.NetworkStream:
+        assert self._socket is not None
+        return self._socket
 
 
 class StreamClient(PolicyClient):
@@ -168,13 +166,12 @@ class StreamClient(PolicyClient):
         self,
         url: str = DEFAULT_URL,
         settings: ClientSettings | None = None,
-        transport: httpx.BaseTransport | None = None,
+        transport: httpcore.ConnectionPool | None = None,
         *,
         api_key: str | None = None,
         timeout: float | None = None,
     ) -> None:
         self._connection: Connection | None = None
-        self._repeats_ids: bool | None = None  # None until the server has shown whether it does
         super().__init__(url, settings, transport, api_key=api_key, timeout=timeout)
 
     def _connect(self) -> None:
@@ -185,7 +182,7 @@ class StreamClient(PolicyClient):
             self._connection = None
 
     def _message_id(self) -> str | None:
-        return None if self._repeats_ids is False else uuid.uuid4().hex
+        return uuid.uuid4().hex
 
     def close(self) -> None:
         """Close both connections."""
@@ -221,14 +218,10 @@ class StreamClient(PolicyClient):
                 if refusal is not None:
                     return refusal
             assert self._connection is not None
-            asked = message_id(request.body)
-            answer = self._connection.ask(request.body)
-            reply = read_frame(answer)
-            if reply.status == 200:
-                self._check_id(asked, message_id(reply.body))
+            reply = read_frame(self._connection.ask(request.body))
+            if reply.status == 200 and message_id(reply.body) != message_id(request.body):
+                raise ConnectionError("the answer names another frame, or none")
             is_answered = True
-        except httpx.TransportError as error:
-            raise transport_error(error, self.url) from error
         except _TIMEOUTS as error:
             raise self._too_slow() from error
         except (*_BREAKS, InvalidHandshake) as error:
@@ -241,29 +234,23 @@ class StreamClient(PolicyClient):
             # observation.
             if not is_answered:
                 self._drop()
-        if reply.status == 400 and decode_problem(400, reply.body).field == "id":
-            self._repeats_ids = False
-            return self._exchange(replace(request, body=without_id(request.body)))
         return reply
-
-    def _check_id(self, asked: object, repeated: object) -> None:
-        """Refuse the answer to another frame, and one without an id from a server that has them."""
-        if repeated != asked and (repeated is not None or self._repeats_ids):
-            raise ConnectionError("the server answered another frame")
-        if repeated is not None:
-            self._repeats_ids = True
 
     def _open(self, request: HttpRequest) -> HttpReply | None:
         """Open the stream, or return what the server answered instead."""
         connection = Connection(self.url, self.settings.limits.max_bytes)
         opening = HttpRequest("GET", STREAM_PATH, request.gives_up_at, headers=connection.handshake)
-        sent = self._prepared(opening)
-        response = self._transport.handle_request(sent)
-        if response.status_code != httpx.codes.SWITCHING_PROTOCOLS:
-            return self._reply(sent, response)
-        self._connection = connection
-        self._repeats_ids = self._repeats_ids or None  # it may be another server now
-        connection.open(response)
+        request_id = uuid.uuid4().hex
+        sent = self._prepared(opening, request_id)
+        with contextlib.ExitStack() as opened:
+            try:
+                response = opened.enter_context(self._transport.stream(**sent))
+                if response.status != SWITCHING_PROTOCOLS:
+                    return self._believed(request_id, self._read(response, request_id))
+            except FAILURES as error:
+                raise transport_error(error, self.url) from error
+            self._connection = connection
+            connection.open(opened.pop_all(), response)
         return None
 
     def _drop(self) -> None:

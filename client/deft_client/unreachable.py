@@ -1,11 +1,11 @@
-"""Why no answer arrived, as an exception that says what to do: httpx's own say what they met."""
+"""Why no answer arrived, as an exception that says what to do: httpcore's own say what they met."""
 
 import socket
 import ssl
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-import httpx
+import httpcore
 
 from deft_client.errors import (
     AnswerTimeoutError,
@@ -22,12 +22,20 @@ _EXPIRED, _OTHER_NAME = 10, (62, 64)
 # What is said in plain text where a handshake of TLS is expected looks like a version of TLS.
 _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST")
 # What plain text to a port of TLS ends with, and much else.
-_HUNG_UP = (httpx.RemoteProtocolError, httpx.ReadError)
+_HUNG_UP = (httpcore.RemoteProtocolError, httpcore.ReadError)
+# What httpcore raises where no answer arrives.
+FAILURES = (
+    httpcore.TimeoutException,
+    httpcore.NetworkError,
+    httpcore.ProtocolError,
+    httpcore.ProxyError,
+    httpcore.UnsupportedProtocol,
+)
 
 
-def transport_error(error: httpx.TransportError, url: str) -> TransportError:
-    """Return our exception for one of httpx's."""
-    if isinstance(error, httpx.ReadTimeout | httpx.WriteTimeout | httpx.PoolTimeout):
+def transport_error(error: Exception, url: str) -> TransportError:
+    """Return our exception for one of `FAILURES`."""
+    if isinstance(error, httpcore.ReadTimeout | httpcore.WriteTimeout | httpcore.PoolTimeout):
         return AnswerTimeoutError(f"{url} took too long to answer ({type(error).__name__})")
     reason = str(error).rstrip(".") or type(error).__name__
     if remedy := _tls_remedy(error, url):

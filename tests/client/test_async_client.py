@@ -4,6 +4,7 @@ import asyncio
 import inspect
 from dataclasses import replace
 
+import httpcore
 import httpx
 import numpy as np
 import pytest
@@ -38,7 +39,8 @@ def call(server, name, *given, settings=AT_ONCE):
     """Call a method of a client whose server is scripted."""
 
     async def calling():
-        async with AsyncPolicyClient("http://robot-server", settings, server.transport) as client:
+        pool = server.async_transport
+        async with AsyncPolicyClient("http://robot-server", settings, pool) as client:
             return await getattr(client, name)(*given)
 
     return asyncio.run(calling())
@@ -83,7 +85,7 @@ def test_each_problem_is_the_exception_of_the_blocking_client(status):
     assert len(servers[0].requests) == len(servers[1].requests)
 
 
-@pytest.mark.parametrize("trouble", [httpx.ConnectError("refused"), refusal(429), refusal(503)])
+@pytest.mark.parametrize("trouble", [httpcore.ConnectError("refused"), refusal(429), refusal(503)])
 def test_what_may_pass_is_tried_again(trouble):
     server = FakeServer(trouble, trouble)
     call(server, "act", OBSERVATION)
@@ -95,7 +97,7 @@ def test_a_server_that_is_loading_is_waited_for(caplog, monkeypatch):
     call(server, "act", OBSERVATION)
     assert [one.getMessage() for one in caplog.records] == ["waiting: the policy is loading"]
     monkeypatch.setattr(calls, "PROBE_S", 0.001)
-    server.script(httpx.ConnectError("refused"), LOADING)
+    server.script(httpcore.ConnectError("refused"), LOADING)
     assert call(server, "wait_ready") is None
     server.script(*[LOADING] * 1000)
     with pytest.raises(NotReadyError):
@@ -107,7 +109,8 @@ def test_answers_are_held_to_what_info_promised():
 
     async def calling():
         server = FakeServer()
-        async with AsyncPolicyClient("http://robot-server", AT_ONCE, server.transport) as client:
+        pool = server.async_transport
+        async with AsyncPolicyClient("http://robot-server", AT_ONCE, pool) as client:
             await client.info()
             server.script(httpx.Response(200, content=other))
             await client.act(OBSERVATION)

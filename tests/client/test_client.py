@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import replace
 
+import httpcore
 import httpx
 import msgpack
 import numpy as np
@@ -43,7 +44,7 @@ from tests.standins.policy_server import ANSWER, INFO, FakeServer, refusal
 
 AT_ONCE = ClientSettings(retries=Retries(attempts=3, first_pause_s=0.0))
 OBSERVATION = full_message().observation
-REFUSED = httpx.ConnectError("connection refused")
+REFUSED = httpcore.ConnectError("connection refused")
 
 
 class Robot:
@@ -179,7 +180,7 @@ def test_each_problem_is_an_exception_of_its_own_that_says_everything(status, ki
     assert all(word in str(error) for word in (str(status), "finite", "state", "r-1"))
 
 
-@pytest.mark.parametrize("trouble", [REFUSED, httpx.ReadError(""), 429, 502, 503])
+@pytest.mark.parametrize("trouble", [REFUSED, httpcore.ReadError(""), 429, 502, 503])
 def test_what_may_pass_is_tried_again(trouble):
     server = FakeServer(
         *(refusal(trouble) if trouble in (429, 502, 503) else trouble for _ in "ab")
@@ -208,7 +209,7 @@ def test_attempts_are_bounded_and_the_last_failure_is_raised():
 
 def test_an_answer_that_takes_too_long_is_its_own_exception():
     """And the request is not made again: the server may still be at work on it."""
-    server = FakeServer(httpx.ReadTimeout("slow"))
+    server = FakeServer(httpcore.ReadTimeout("slow"))
     with pytest.raises(AnswerTimeoutError, match="too long"):
         Robot(server).act()
     assert len(server.requests) == 1
@@ -299,7 +300,7 @@ def test_a_server_in_its_first_moments_says_what_clients_wait_for():
 
 def test_a_server_that_is_not_there_yet_can_be_waited_for(caplog, monkeypatch):
     monkeypatch.setattr(calls, "PROBE_S", 0.001)
-    server = FakeServer(REFUSED, REFUSED, LOADING, httpx.ReadTimeout("slow"))
+    server = FakeServer(REFUSED, REFUSED, LOADING, httpcore.ReadTimeout("slow"))
     Robot(server).wait_ready()
     assert len(server.requests) == 5
     lines = [one.getMessage() for one in caplog.records]
@@ -532,7 +533,7 @@ class ClosableStream:
         self.is_closed = True
 
 
-class ClosableTransport(httpx.BaseTransport):
+class ClosableTransport(httpcore.ConnectionPool):
     """Knows whether it was closed."""
 
     is_closed = False

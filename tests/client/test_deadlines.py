@@ -5,13 +5,12 @@ import threading
 import time
 
 import httpcore
-import httpx
 import numpy as np
 import pytest
 
 from deft_client import deadlines
 from deft_client.client import PolicyClient
-from deft_client.deadlines import DeadlineTransport, ending_at
+from deft_client.deadlines import connection_pool, ending_at
 from deft_client.errors import (
     AnswerTimeoutError,
     NotReadyError,
@@ -169,9 +168,9 @@ def test_all_addresses_of_a_name_are_tried(monkeypatch):
 
 
 def test_a_moment_that_has_passed_ends_every_wait_at_once():
-    transport = DeadlineTransport(True, None)
-    with ending_at(time.monotonic()), pytest.raises(httpx.ConnectTimeout):
-        transport.handle_request(httpx.Request("GET", "http://127.0.0.1:1"))
+    pool = connection_pool(None, None)
+    with ending_at(time.monotonic()), pytest.raises(httpcore.ConnectTimeout):
+        pool.request("GET", "http://127.0.0.1:1")
     with ending_at(time.monotonic()), pytest.raises(httpcore.ReadTimeout):
         deadlines.remaining_s(1.0)
     assert deadlines.remaining_s(1.0) == 1.0

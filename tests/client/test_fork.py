@@ -22,9 +22,10 @@ NUM_FRAMES = 40
 
 
 def answer(request: bytes) -> bytes:
-    """Say which frame is answered, but repeat no id: servers of all versions are meant."""
-    number = float(codec.decode_request(request).observation.instruction)
-    return codec.encode_answer(ActionChunk(np.array([[number]])))
+    """Say which frame is answered."""
+    message = codec.decode_request(request)
+    number = float(message.observation.instruction)
+    return codec.encode_answer(ActionChunk(np.array([[number]])), message.id)
 
 
 class Answering(http.server.BaseHTTPRequestHandler):

@@ -12,7 +12,7 @@ from deft_client.errors import (
 )
 from deft_client.settings import ClientSettings, Retries, Timeouts
 from deft_client.stream import StreamClient, stream_url
-from deft_core.errors import MessageTooLargeError, Problem, WireError
+from deft_core.errors import MessageTooLargeError, Problem
 from deft_core.types import ActionChunk, ActOptions
 from deft_core.wire import codec
 from deft_core.wire.codec import decode_request, encode_answer
@@ -72,7 +72,7 @@ def test_an_overloaded_server_is_asked_again():
 
 
 def test_a_broken_connection_is_made_anew():
-    with streaming(ANSWER, None) as stream:
+    with streaming(repeating_id, None) as stream:
         answers = act(stream.url, times=2)
     assert all(answer.actions.shape == (2, 3) for answer in answers)
     assert stream.connections == 2
@@ -81,7 +81,7 @@ def test_a_broken_connection_is_made_anew():
 def test_a_late_answer_is_never_taken_for_the_next():
     """After a timeout the connection is dropped: its answer may still be under way."""
     patient = ClientSettings(timeouts=Timeouts(answer_s=60))
-    with streaming(ANSWER, b"") as stream, StreamClient(stream.url, patient) as client:
+    with streaming(repeating_id, b"") as stream, StreamClient(stream.url, patient) as client:
         client.act(OBSERVATION)  # the connection is there
         with pytest.raises(AnswerTimeoutError):
             client.act(OBSERVATION, ActOptions(deadline_ms=1000))
@@ -91,20 +91,20 @@ def test_a_late_answer_is_never_taken_for_the_next():
 
 def test_an_answer_nobody_asked_for_is_never_taken_for_the_next():
     """It ends the connection: the second frame gets the answer to itself."""
-    with streaming((ANSWER, codec.encode_answer(UNASKED))) as stream:
+    with streaming(lambda frame: (repeating_id(frame), encode_answer(UNASKED))) as stream:
         answers = act(stream.url, times=2, between=stream.all_sent.wait)
     assert [answer.actions.shape for answer in answers] == [(2, 3)] * 2
     assert stream.connections == 2
 
 
-def test_half_an_answer_nobody_asked_for_ends_the_connection_too():
+def test_half_an_answer_nobody_asked_for_is_refused_with_the_rest_of_it():
     """The rest of it comes once the next frame is under way."""
 
     def halving(connection, server):
         open_stream(connection)
-        unasked = encode_answer(UNASKED)
-        connection.recv(65536)
-        connection.sendall(b"\x82\x7e" + len(ANSWER).to_bytes(2, "big") + ANSWER + b"\x82")
+        asked = decode_request(unmasked(connection.recv(65536))).id
+        answer, unasked = encode_answer(full_answer(), asked), encode_answer(UNASKED, asked)
+        connection.sendall(b"\x82\x7e" + len(answer).to_bytes(2, "big") + answer + b"\x82")
         connection.recv(65536)
         connection.sendall(b"\x7e" + len(unasked).to_bytes(2, "big") + unasked)
         server.let_go.wait(5)
@@ -115,45 +115,31 @@ def test_half_an_answer_nobody_asked_for_ends_the_connection_too():
         assert server.num_connections == 2
 
 
+def unmasked(frame: bytes) -> bytes:
+    """What a client's frame of 126 to 65,535 bytes holds."""
+    mask, content = frame[4:8], frame[8:]
+    return bytes(one ^ mask[index % 4] for index, one in enumerate(content))
+
+
 def test_an_answer_with_another_id_is_refused_and_asked_again():
     """As where two answers change places: only one comes, and nothing is left over."""
     foreign = encode_answer(UNASKED, "another")
     with streaming(repeating_id, foreign) as stream:
-        stream.otherwise = repeating_id
         answers = act(stream.url, times=2)
     assert [answer.actions.shape for answer in answers] == [(2, 3)] * 2
     assert stream.connections == 2
     assert len({decode_request(one).id for one in stream.frames}) == 2  # the third is the second
 
 
-def test_an_answer_without_an_id_is_refused_after_a_repeat():
-    with streaming(ANSWER, repeating_id, encode_answer(UNASKED)) as stream:
-        stream.otherwise = repeating_id
-        answers = act(stream.url, times=3)
-    assert [answer.actions.shape for answer in answers] == [(2, 3)] * 3
+def test_an_answer_without_an_id_is_refused_and_asked_again():
+    with streaming(ANSWER) as stream:
+        (answer,) = act(stream.url)
+    assert answer.actions.shape == (2, 3)
     assert stream.connections == 2
 
 
-def test_a_server_that_knows_no_ids_gets_none_from_then_on():
-    with streaming(problem(400, field="id")) as stream:
-        answers = act(stream.url, times=3)
-    assert [answer.actions.shape for answer in answers] == [(2, 3)] * 3
-    first, *others = [decode_request(one).id for one in stream.frames]
-    assert first
-    assert others == [None] * 3
-    assert stream.connections == 1
-
-
-def test_a_server_that_took_the_place_of_one_without_ids_gets_them():
-    with streaming(problem(400, field="id"), ANSWER, None) as stream:
-        stream.otherwise = repeating_id
-        act(stream.url, times=3)
-    ids = [decode_request(one).id for one in stream.frames]
-    assert [bool(one) for one in ids] == [True, False, False, False, True]
-
-
 def test_pings_between_the_frames_are_answered_and_keep_the_connection():
-    with streaming((ANSWER, PING)) as stream:
+    with streaming(lambda frame: (repeating_id(frame), PING)) as stream:
         answers = act(stream.url, times=2, between=stream.all_sent.wait)
     assert len(answers) == 2
     assert stream.connections == 1
@@ -171,9 +157,11 @@ def test_text_that_is_no_problem_is_a_fault_of_the_server():
         act(stream.url)
 
 
-def test_a_frame_that_is_no_answer_is_a_wire_error():
-    with streaming(b"\x93") as stream, pytest.raises(WireError):
-        act(stream.url)
+def test_a_frame_that_is_no_answer_names_no_frame():
+    with streaming(*[b"\x93"] * 3) as stream:
+        with pytest.raises(ServerUnreachableError, match="names another frame, or none"):
+            act(stream.url)
+        assert len(stream.frames) == 3
 
 
 def test_a_port_where_nobody_listens_is_unreachable():

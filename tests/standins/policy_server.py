@@ -1,9 +1,10 @@
 """Servers that answer from a script, in memory or over a real WebSocket, and remember."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+import httpcore
 import httpx
 import websockets.sync.server
 from websockets.exceptions import ConnectionClosed
@@ -42,6 +43,46 @@ def refusal(status: int, detail: str = "because", **headers: str) -> httpx.Respo
     )
 
 
+class ScriptedPool(httpcore.ConnectionPool):
+    """Connections to nowhere: a function answers, and it reads and writes what httpx calls so."""
+
+    def __init__(self, react: Callable[[httpx.Request], httpx.Response]) -> None:
+        super().__init__()
+        self._react = react
+
+    def handle_request(self, request: httpcore.Request) -> httpcore.Response:
+        assert isinstance(request.stream, Iterable)
+        return answered(self._react, request, b"".join(request.stream))
+
+
+class AsyncScriptedPool(httpcore.AsyncConnectionPool):
+    """The same for asyncio."""
+
+    def __init__(self, react: Callable[[httpx.Request], httpx.Response]) -> None:
+        super().__init__()
+        self._react = react
+
+    async def handle_async_request(self, request: httpcore.Request) -> httpcore.Response:
+        assert isinstance(request.stream, AsyncIterable)
+        return answered(self._react, request, b"".join([part async for part in request.stream]))
+
+
+def answered(
+    react: Callable[[httpx.Request], httpx.Response], request: httpcore.Request, content: bytes
+) -> httpcore.Response:
+    url = bytes(request.url).decode()
+    response = react(
+        httpx.Request(request.method.decode(), url, headers=request.headers, content=content)
+    )
+    assert isinstance(response.stream, httpx.ByteStream)
+    return httpcore.Response(
+        response.status_code,
+        headers=response.headers.raw,
+        content=b"".join(response.stream),
+        extensions=response.extensions,
+    )
+
+
 class FakeServer:
     """Reacts to each request with the next entry of a script, then as a sound server would."""
 
@@ -51,8 +92,12 @@ class FakeServer:
         self.requests: list[httpx.Request] = []
 
     @property
-    def transport(self) -> httpx.MockTransport:
-        return httpx.MockTransport(self._react)
+    def transport(self) -> ScriptedPool:
+        return ScriptedPool(self._react)
+
+    @property
+    def async_transport(self) -> AsyncScriptedPool:
+        return AsyncScriptedPool(self._react)
 
     def _react(self, request: httpx.Request) -> httpx.Response:
         self.requests.append(request)
@@ -81,11 +126,12 @@ class FakeServer:
 
 
 PING = "ping"
-Answers = bytes | str | tuple[bytes | str, ...] | None | Callable[[bytes], bytes]  # to one frame
+# What is answered to one frame.
+Answers = bytes | str | tuple[bytes | str, ...] | None | Callable[[bytes], "Answers"]
 
 
 def repeating_id(frame: bytes) -> bytes:
-    """Answer as today's servers do."""
+    """Answer as Deft's servers do."""
     return codec.encode_answer(full_answer(), decode_request(frame).id)
 
 
@@ -93,7 +139,7 @@ class FakeStream:
     """What one scripted WebSocket server saw, and where it is."""
 
     def __init__(self, script: list[Answers]) -> None:
-        self.otherwise: Answers = ANSWER  # once the script is at its end
+        self.otherwise: Answers = repeating_id  # once the script is at its end
         self.script = script  # None closes the connection instead of answering
         self.all_sent = threading.Event()  # all that belongs to one frame
         self.pongs: list[threading.Event] = []

@@ -295,13 +295,6 @@ def message_id(data: bytes) -> str | None:
         return None
 
 
-def without_id(request: bytes) -> bytes:
-    """Return a request of ours for a server that knows no ids."""
-    parsed = parse_request(request)
-    parsed.id = None
-    return encode(parsed, WireFormat.MSGPACK)
-
-
 def sent_trace(trace: DecodeTrace) -> DecodeTrace:
     """Return a trace as it is sent: of a long text's wide passes the accepted nodes alone."""
     passes = list(trace.passes)

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from socket import SO_SNDTIMEO, SOL_SOCKET
 
-import httpx
+import httpcore
 import numpy as np
 from numpy.typing import NDArray
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
@@ -40,7 +40,7 @@ class OpenVlaPolicy:
         url: str,
         fields: Callable[[Observation], dict[str, object]],
         settings: ClientSettings | None = None,
-        transport: httpx.BaseTransport | None = None,
+        transport: httpcore.ConnectionPool | None = None,
     ) -> None:
         self._client = PolicyClient(url, settings, transport)  # its deadlines and limits
         self._fields = fields  # of a request

@@ -6,21 +6,21 @@ its own connection from it.
 """
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 from urllib.parse import urlsplit
 
-import httpx
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image as PillowImage
 
+from deft_client.calls import HttpRequest
 from deft_client.client import PolicyClient
-from deft_client.errors import ServerUnreachableError
+from deft_client.errors import ProblemError, ServerUnreachableError
 from deft_client.settings import DEFAULT_URL, ClientSettings
 from deft_client.stream import StreamClient
-from deft_client.unreachable import transport_error
-from deft_core.errors import DeftError
+from deft_core.errors import DeftError, WireError
 from deft_core.image_chain import ImageChain
 from deft_core.peers.conventions import (
     DEFT,
@@ -234,11 +234,13 @@ def check_server(source: PolicySource) -> None:
             client.ping()
         return
     parts = urlsplit(source.url)
-    url = f"http{'s' if parts.scheme in ('https', 'wss') else ''}://{parts.netloc}/"
-    try:
-        httpx.get(url, timeout=PROBE_TIMEOUT_S)  # any answer will do: somebody is there
-    except httpx.TransportError as error:
-        raise transport_error(error, source.url) from error
+    url = f"http{'s' if parts.scheme in ('https', 'wss') else ''}://{parts.netloc}"
+    with (
+        PolicyClient(url, source.settings) as client,
+        suppress(ProblemError, WireError),  # any answer will do: somebody is there
+    ):
+        gives_up_at = time.monotonic() + PROBE_TIMEOUT_S
+        client.ask(HttpRequest("GET", "/", gives_up_at), attempts=1)
 
 
 class DeftPolicy:

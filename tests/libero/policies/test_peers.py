@@ -23,6 +23,7 @@ from deft_libero.policies.peers import OpenPiPolicy, OpenVlaPolicy
 from deft_libero.policies.source import PROFILES, ProfilePolicy, check_chain, resize_with_pad
 from tests.client.hostile_servers import dripping, holding_up
 from tests.standins.environments import EchoPolicy
+from tests.standins.policy_server import ScriptedPool
 
 ACTION = np.array([0.1, -0.2, 0.3, 0.0, 0.5, -0.6, 0.996])
 Handler = Callable[[dict[str, object]], httpx.Response]
@@ -35,13 +36,13 @@ def _observation() -> Observation:
     return Observation(image, "lift the cup", cameras={"wrist": wrist}, state=state)
 
 
-def _transport(answer: object, bodies: list[dict[str, object]]) -> httpx.MockTransport:
+def _transport(answer: object, bodies: list[dict[str, object]]) -> ScriptedPool:
     def handle(request: httpx.Request) -> httpx.Response:
         assert (request.method, request.url.path) == ("POST", "/act")
         bodies.append(json.loads(request.content))
         return httpx.Response(200, json=answer)
 
-    return httpx.MockTransport(handle)
+    return ScriptedPool(handle)
 
 
 def _array(value: object) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
@@ -103,7 +104,7 @@ def test_what_is_no_action_is_an_error(answer: object, expected: str) -> None:
 
 
 def test_a_status_of_a_peer_is_an_error_of_its_own() -> None:
-    transport = httpx.MockTransport(lambda request: httpx.Response(503, text="warming up"))
+    transport = ScriptedPool(lambda request: httpx.Response(503, text="warming up"))
     with pytest.raises(NotReadyError, match="warming up"):
         OpenVlaPolicy("http://peer", openvla_fields, transport=transport).act(_observation())
 
@@ -133,11 +134,11 @@ def test_an_openvla_answer_is_neither_inflated_nor_read_without_end() -> None:
         return httpx.Response(200, headers=packed, stream=httpx.ByteStream(answer))
 
     with pytest.raises(PeerAnswerError, match="expected an action"):
-        OpenVlaPolicy("http://peer", openvla_fields, transport=httpx.MockTransport(bomb)).act(
+        OpenVlaPolicy("http://peer", openvla_fields, transport=ScriptedPool(bomb)).act(
             _observation()
         )
     little = ClientSettings(limits=WireLimits(max_bytes=100))
-    transport = httpx.MockTransport(lambda request: httpx.Response(200, content=b" " * 101))
+    transport = ScriptedPool(lambda request: httpx.Response(200, content=b" " * 101))
     with pytest.raises(MessageTooLargeError):
         OpenVlaPolicy("http://peer", openvla_fields, settings=little, transport=transport).act(
             _observation()
