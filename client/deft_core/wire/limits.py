@@ -11,7 +11,7 @@ class WireLimits:
     """Upper bounds for one message, both directions."""
 
     max_bytes: int = 16 * 1024 * 1024
-    max_answer_bytes: int = 4 * 1024 * 1024  # to one observation; a number may take 32 for its 1
+    max_answer_bytes: int = 2 * 1024 * 1024  # to one observation; a number may take 32 for its 1
     max_image_side: int = 4096  # pixels
     max_image_pixels: int = 4 * 1024 * 1024
     max_cameras: int = 8  # besides the main image

@@ -35,6 +35,7 @@ _LISTS = (inspect.ListType, inspect.VarTupleType)
 # What is read again to show a value; one in a larger map or list is not shown.
 _MAP = Annotated[dict[str, Raw], Meta(max_length=1024)]
 _LIST = Annotated[list[Raw], Meta(max_length=1024)]
+_MAX_BYTES = 4 * 1024 * 1024  # of a message that is read again: 20 ms where it is all small parts
 _UNKNOWN = object()
 _type_info = lru_cache(inspect.type_info)  # it takes half a millisecond
 
@@ -50,6 +51,8 @@ def refusal(
     match = _SENTENCE.fullmatch(str(error))
     assert match is not None
     sentence, is_name, path = match[1], match[2], match[3] or ""
+    if isinstance(value, Raw) and memoryview(value).nbytes > _MAX_BYTES:
+        value = _UNKNOWN
     step, types = "", _alternatives([_type_info(kind)])
     for field, index in _STEP.findall(path):
         step = _culprit(types, value, decode) if index == "..." else field or index
