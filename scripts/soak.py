@@ -30,12 +30,14 @@ from deft_client.settings import Timeouts
 from deft_client.stream import StreamClient
 from deft_core.errors import DeftError
 from deft_core.types import ActOptions, Observation
+from deft_core.wire.codec import encode_request
+from deft_core.wire.formats import WireFormat
 from deft_core.wire.messages import ActMessage
-from deft_core.wire.msgpack_codec import CONTENT_TYPE, encode_request
 from scripts.local_server import local_server, port_of, read_metric
 
 PROG = "python -m scripts.soak"
 _FRAMES_A_SESSION = 20
+_CONTENT_TYPE = WireFormat.MSGPACK.value
 _TTL_S = 5.0  # of sessions that nobody ends: they have to go while the soak still runs
 _INSTRUCTION = "pick up the butter and place it in the basket"
 _SETTINGS = ClientSettings(Timeouts(answer_s=120.0))
@@ -148,7 +150,7 @@ class Robots:
         body = encode_request(ActMessage(_frame(number), ActOptions(session_id="hangs-up")))
         with socket.create_connection(("127.0.0.1", port_of(self.url))) as connection:
             connection.sendall(
-                f"POST /v1/act HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: {CONTENT_TYPE}\r\n"
+                f"POST /v1/act HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: {_CONTENT_TYPE}\r\n"
                 f"content-length: {len(body)}\r\n\r\n".encode()
             )
             connection.sendall(body[: len(body) // (1 + number % 2)])
@@ -158,7 +160,7 @@ class Robots:
     def _talk_nonsense(self, number: int) -> None:
         answer = httpx.post(
             f"{self.url}/v1/act", content=b"\xff" * (number % 2048), timeout=120.0,
-            headers={"content-type": CONTENT_TYPE},
+            headers={"content-type": _CONTENT_TYPE},
         )  # fmt: skip
         self._count(f"nonsense: {answer.status_code}")
         self._is_over.wait(0.2)

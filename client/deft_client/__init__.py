@@ -27,8 +27,8 @@ if TYPE_CHECKING:
         ServerInfo,
         StageTimings,
     )
-    from deft_core.wire.fields import WireLimits
     from deft_core.wire.images import ImageEncoding
+    from deft_core.wire.limits import WireLimits
 
 __all__ = [
     "ActOptions",
@@ -75,8 +75,8 @@ _HOMES = {
         *("ActOptions", "ActionChunk", "DecodeTrace", "Observation"),
         *("PassTrace", "Seam", "ServerInfo", "StageTimings"),
     ),
-    "deft_core.wire.fields": ("WireLimits",),
     "deft_core.wire.images": ("ImageEncoding",),
+    "deft_core.wire.limits": ("WireLimits",),
 }
 
 

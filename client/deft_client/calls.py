@@ -32,7 +32,16 @@ from deft_client.errors import (
 from deft_client.settings import API_KEY_VARIABLE, ClientSettings, Retries, check_url
 from deft_core.errors import DeftError, MessageTooLargeError, Problem, UnusableValueError
 from deft_core.types import ActionChunk, ActOptions, Observation, ServerInfo, replace_unchecked
-from deft_core.wire import json_codec, msgpack_codec
+from deft_core.wire.codec import (
+    decode_answer,
+    decode_answers,
+    decode_info,
+    decode_problem,
+    encode_request,
+    encode_requests,
+    encode_reset,
+)
+from deft_core.wire.formats import WireFormat
 from deft_core.wire.messages import ActMessage
 
 logger = logging.getLogger(__name__)
@@ -155,7 +164,7 @@ class ClientCalls:
         options = replace_unchecked(options, {"session_id": options.session_id or self.session_id})
         self._warn_of_unread(observation)
         message = ActMessage(observation, options, self._message_id())
-        body = msgpack_codec.encode_request(message, settings.image_encoding, settings.jpeg_quality)
+        body = encode_request(message, settings.image_encoding, settings.jpeg_quality)
         return _act_post(body, *until)
 
     def _act_all_request(
@@ -163,7 +172,7 @@ class ClientCalls:
     ) -> HttpRequest:
         settings, options = self.settings, options or ActOptions()
         until = self._until(options.deadline_ms)
-        body = msgpack_codec.encode_requests(
+        body = encode_requests(
             [
                 ActMessage(one, replace_unchecked(options, {"session_id": name}))
                 for name, one in observations.items()
@@ -175,9 +184,9 @@ class ClientCalls:
         return _act_post(body, *until)
 
     def _reset_request(self, session_id: str | None) -> HttpRequest:
-        body = json_codec.encode_reset(session_id or self.session_id)
+        body = encode_reset(session_id or self.session_id)
         gives_up_at, loading_until = self._until()
-        headers = {"content-type": json_codec.CONTENT_TYPE}
+        headers = {"content-type": WireFormat.JSON.value}
         return HttpRequest("POST", "/v1/reset", gives_up_at, body, headers, loading_until)
 
     def _info_request(self) -> HttpRequest:
@@ -188,13 +197,13 @@ class ClientCalls:
         return HttpRequest("GET", "/readyz", min(self._until()[0], latest))
 
     def _answer(self, reply: HttpReply, started: float) -> ActionChunk:
-        chunk = msgpack_codec.decode_answer(reply.body, self.settings.limits)
+        chunk = decode_answer(reply.body, limits=self.settings.limits)
         return timed(self._checked(chunk), started)
 
     def _answers(
         self, reply: HttpReply, observations: Mapping[str, Observation], started: float
     ) -> dict[str, ActionChunk | DeftError]:
-        answers = msgpack_codec.decode_answers(reply.body, self.settings.limits)
+        answers = decode_answers(reply.body, limits=self.settings.limits)
         if len(answers) != len(observations):
             raise UnusableValueError(
                 "answers", f"{len(answers)} of them to {len(observations)} observations"
@@ -205,14 +214,14 @@ class ClientCalls:
         }
 
     def _server_info(self, reply: HttpReply) -> ServerInfo:
-        info = json_codec.decode_info(reply.body, self.settings.limits)
+        info = decode_info(reply.body, self.settings.limits)
         self._action_dim, self._chunk_length = info.action_dim, info.chunk_length
         self._info = info
         return info
 
     def _failure(self, reply: HttpReply) -> ProblemError:
         waits_s = retry_after_s(reply.headers)
-        return problem_error(json_codec.decode_problem(reply.status, reply.body, waits_s))
+        return problem_error(decode_problem(reply.status, reply.body, waits_s))
 
     def _warn_of_unread(self, observation: Observation) -> None:
         """Say once, where `info` was asked, what the policy does not look at or was not taught."""
@@ -320,7 +329,7 @@ def _proxy(url: str | None) -> httpcore.Proxy | None:
 
 
 def _act_post(body: bytes, gives_up_at: float, loading_until: float) -> HttpRequest:
-    headers = {"content-type": msgpack_codec.CONTENT_TYPE, "accept": msgpack_codec.CONTENT_TYPE}
+    headers = dict.fromkeys(("content-type", "accept"), WireFormat.MSGPACK.value)
     return HttpRequest("POST", ACT_PATH, gives_up_at, body, headers, loading_until)
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from deft_client.actions import ActionRules
-from deft_core.wire.fields import DEFAULT_LIMITS, WireLimits
 from deft_core.wire.images import JPEG_QUALITY, ImageEncoding
+from deft_core.wire.limits import DEFAULT_LIMITS, WireLimits
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 API_KEY_VARIABLE = "DEFT_API_KEY"

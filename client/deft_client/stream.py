@@ -10,8 +10,10 @@ import contextlib
 import threading
 import time
 import uuid
+from typing import Annotated
 
 import httpcore
+from msgspec import Meta, Struct
 from websockets.client import ClientProtocol
 from websockets.datastructures import Headers
 from websockets.exceptions import InvalidHandshake, PayloadTooBig
@@ -27,13 +29,11 @@ from deft_client.errors import AnswerTimeoutError, ServerUnreachableError
 from deft_client.settings import DEFAULT_URL, ClientSettings
 from deft_client.unreachable import FAILURES, transport_error
 from deft_core.errors import MessageTooLargeError, WireError
-from deft_core.wire.fields import Json, Kind, record, whole
-from deft_core.wire.json_codec import decode
-from deft_core.wire.msgpack_codec import message_id
+from deft_core.wire.codec import message_id
+from deft_core.wire.formats import WireFormat, decode
 
 STREAM_PATH = "/v1/stream"
 SWITCHING_PROTOCOLS = 101
-_STATUS: Kind[Json] = record(dict, {"status": whole(400, 599)}, is_open=True)
 CLOSE_S = 0.1  # for saying goodbye; the other side's is not waited for
 _WAITING_S = 0.05  # for bytes that are there already
 _TIMEOUTS = (TimeoutError, httpcore.TimeoutException)
@@ -262,6 +262,12 @@ class StreamClient(PolicyClient):
         return AnswerTimeoutError(f"{self.url} took too long to answer on {STREAM_PATH}")
 
 
+class _Status(Struct):
+    """What a problem that stands for an HTTP reply says of it."""
+
+    status: Annotated[int, Meta(ge=400, le=599)]
+
+
 def stream_url(url: str) -> str:
     """Return where the WebSocket of a server is."""
     return "ws" + url.removeprefix("http") + STREAM_PATH
@@ -273,6 +279,6 @@ def read_frame(frame: bytes | str) -> HttpReply:
         return HttpReply(200, frame)
     body = frame.encode()
     try:
-        return HttpReply(decode(_STATUS, body)["status"], body)
+        return HttpReply(decode(body, _Status, WireFormat.JSON).status, body)
     except WireError:
         return HttpReply(500, body)

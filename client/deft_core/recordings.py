@@ -14,35 +14,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
-import msgpack
+from msgspec import Meta, Struct
 
 from deft_core.errors import DeftError, WireError
 from deft_core.types import ActionChunk, ActOptions, Observation
-from deft_core.wire.fields import (
-    BINARY,
-    DEFAULT_LIMITS,
-    MAX_DECODABLE_PIXELS,
-    Json,
-    Kind,
-    ReadContext,
-    WireLimits,
-    as_map,
-    constant,
-    number,
-    record,
-    record_of,
-    whole,
-)
+from deft_core.wire.codec import decode_answer, decode_request, encode_answer, encode_request
+from deft_core.wire.formats import WireFormat, decode, encode
 from deft_core.wire.images import JPEG_QUALITY, ImageEncoding
+from deft_core.wire.limits import DEFAULT_LIMITS, MAX_DECODABLE_PIXELS, WireLimits
 from deft_core.wire.messages import ActMessage
-from deft_core.wire.msgpack_codec import (
-    decode_answer,
-    decode_request,
-    encode_answer,
-    encode_request,
-)
 
 SUFFIX = ".deftrec"
 SIGNATURE = b"DEFTREC1"
@@ -53,7 +35,6 @@ _LIMITS = WireLimits(
     **{
         **dict.fromkeys(vars(DEFAULT_LIMITS), MAX_RECORD_BYTES),
         "max_image_pixels": MAX_DECODABLE_PIXELS,
-        "max_lists": DEFAULT_LIMITS.max_lists,  # the only ones larger in memory than on disk
     }
 )
 
@@ -68,6 +49,21 @@ class Ending(Enum):
     CLOSED = "closed"  # the episode ended and its last record says so
     CUT_OFF = "cut off"  # the writer was killed, or is still writing
     DAMAGED = "damaged"  # a checksum is wrong; what comes after it is not read
+
+
+class _Step(Struct, tag_field="kind", tag="step"):
+    """An observation and its answer as they cross the network."""
+
+    index: Annotated[int, Meta(ge=0)]
+    at_s: float
+    request: bytes
+    answer: bytes
+
+
+class _End(Struct, tag_field="kind", tag="end"):
+    """The episode is over."""
+
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -105,20 +101,13 @@ def encode_step(
 ) -> bytes:
     """Return one step as a record. JPEG is smaller and changes the pixels; PNG does not."""
     message = ActMessage(step.observation, step.options)
-    return _record(
-        {
-            "kind": "step",
-            "index": step.index,
-            "at_s": step.at_s,
-            "request": encode_request(message, encoding, quality),
-            "answer": encode_answer(step.chunk),
-        }
-    )
+    request = encode_request(message, encoding, quality)
+    return _record(_Step(step.index, step.at_s, request, encode_answer(step.chunk)))
 
 
 def encode_end(reason: str) -> bytes:
     """Return the record that closes an episode."""
-    return _record({"kind": "end", "reason": reason})
+    return _record(_End(reason))
 
 
 def find_episodes(root: Path) -> list[Path]:
@@ -153,7 +142,7 @@ class StepReader:
         with _opened(self._path) as file:
             _read_header(file, self._path)
             while not isinstance(payload := _read_payload(file), Ending):
-                step = _read_step(_entries(payload, self._path), self._path)
+                step = _read_step(payload, self._path)
                 if step is None:
                     self.ending = Ending.CLOSED
                     return
@@ -161,8 +150,8 @@ class StepReader:
             self.ending = payload
 
 
-def _record(entries: Mapping[str, object]) -> bytes:
-    payload: bytes = msgpack.packb(entries)
+def _record(entries: object) -> bytes:
+    payload = encode(entries, WireFormat.MSGPACK)
     if len(payload) > MAX_RECORD_BYTES:  # nobody would read it, nor what comes after it
         raise OSError(errno.EFBIG, f"a record has {len(payload)} of {MAX_RECORD_BYTES} bytes")
     return _PREFIX.pack(len(payload), zlib.crc32(payload)) + payload
@@ -181,13 +170,6 @@ def _read_payload(file: BinaryIO) -> bytes | Ending:
     return payload if zlib.crc32(payload) == checksum else Ending.DAMAGED
 
 
-def _entries(payload: bytes, path: Path) -> dict[Any, object]:
-    try:
-        return as_map(msgpack.unpackb(payload), "record")
-    except (ValueError, TypeError, WireError) as error:
-        raise RecordingError(f"{path}: a record is not readable: {error}") from error
-
-
 def _read_header(file: BinaryIO, path: Path) -> EpisodeHeader:
     if file.read(len(SIGNATURE)) != SIGNATURE:
         raise RecordingError(f"{path}: not a recording (it does not start with {SIGNATURE!r})")
@@ -195,41 +177,20 @@ def _read_header(file: BinaryIO, path: Path) -> EpisodeHeader:
     if isinstance(payload, Ending):
         raise RecordingError(f"{path}: the header is {payload.value}; there is nothing to read")
     try:
-        return _HEADER.read(_entries(payload, path), "", ReadContext(_LIMITS))
+        return decode(payload, EpisodeHeader, WireFormat.MSGPACK, _LIMITS, "record")
     except WireError as error:
         raise RecordingError(f"{path}: the header is unusable: {error}") from error
 
 
-def _build_step(values: Json) -> RecordedStep:
-    message = decode_request(values["request"], _LIMITS)
-    return RecordedStep(
-        index=values["index"],
-        at_s=values["at_s"],
-        observation=message.observation,
-        options=message.options,
-        chunk=decode_answer(values["answer"], _LIMITS),
-    )
-
-
-_HEADER = record_of(EpisodeHeader, is_open=True)
-_STEP: Kind[RecordedStep] = record(
-    _build_step,
-    {
-        "kind": constant("step"),
-        "index": whole(low=0),
-        "at_s": number(),
-        "request": BINARY,
-        "answer": BINARY,
-    },
-    is_open=True,
-)
-
-
-def _read_step(entries: dict[Any, object], path: Path) -> RecordedStep | None:
+def _read_step(payload: bytes, path: Path) -> RecordedStep | None:
     """Return the step in a record, or None where the record ends the episode."""
-    if entries.get("kind") == "end":
-        return None
+    kinds: Any = _Step | _End
     try:
-        return _STEP.read(entries, "", ReadContext(_LIMITS))
+        step = decode(payload, kinds, WireFormat.MSGPACK, _LIMITS, "record")
+        if isinstance(step, _End):
+            return None
+        message = decode_request(step.request, limits=_LIMITS)
+        chunk = decode_answer(step.answer, limits=_LIMITS)
     except WireError as error:
         raise RecordingError(f"{path}: a step is unusable: {error}") from error
+    return RecordedStep(step.index, step.at_s, message.observation, message.options, chunk)

@@ -5,10 +5,11 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from deft_core.errors import WireError
-from deft_core.wire.fields import ReadContext, record_of
+from deft_core.wire.formats import convert
+from deft_core.wire.refusals import unknown_field
 from deft_draft_training.errors import ConfigError
 
 Config = TypeVar("Config")
@@ -42,9 +43,20 @@ def _merged(defaults: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, 
 def build_config(kind: type[Config], table: Mapping[str, Any]) -> Config:
     """Build a dataclass from plain values, checking every key and type."""
     try:
-        return record_of(kind).read(table, "", ReadContext())
+        _check_names(kind, table)
+        return convert(dict(table), kind)
     except (WireError, ValueError) as error:
         raise ConfigError(f"configuration: {error}") from error
+
+
+def _check_names(kind: type[Any], table: Mapping[str, Any], where: str = "") -> None:
+    """Raise `WireError` for a key that a dataclass, or one within it, does not have."""
+    hints = get_type_hints(kind)
+    for name, value in table.items():
+        if name not in hints:
+            raise unknown_field(where + name, hints)
+        if is_dataclass(hints[name]) and isinstance(value, dict):
+            _check_names(hints[name], value, f"{where}{name}.")
 
 
 def plain(config: object) -> Any:

@@ -28,10 +28,11 @@ from PIL import Image
 
 from deft_client import ActionChunk, ActOptions, DeftError, Observation, PolicyClient
 from deft_client.stream import StreamClient
+from deft_core.errors import Problem
 from deft_core.peers.arrays import pack
-from deft_core.wire.json_codec import decode
-from deft_core.wire.messages import PROBLEM, ActMessage
-from deft_core.wire.msgpack_codec import encode_request
+from deft_core.wire.codec import encode_request
+from deft_core.wire.formats import WireFormat, decode
+from deft_core.wire.messages import ActMessage
 from deft_policies.tiny_libero import STATISTICS_KEY
 from deft_server.replicas.ray_serve import import_ray
 from scripts.local_server import ask_metric, local_server, port_of, resident_mb
@@ -162,7 +163,7 @@ async def sessions(port: int, bodies: Sequence[bytes], seconds: float) -> list[L
                 reply = await socket.recv()
                 took_ms, status = (time.perf_counter() - sent_s) * 1000, 200
                 if isinstance(reply, str):
-                    problem = decode(PROBLEM, reply.encode())
+                    problem = decode(reply.encode(), Problem, WireFormat.JSON)
                     status = problem.status
                     await asyncio.sleep(problem.retry_after_s or 0.0)
                 load[status].append(took_ms)

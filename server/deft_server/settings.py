@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from deft_core.image_chain import ImageChain
-from deft_core.wire.fields import MAX_DECODABLE_PIXELS, WireLimits
 from deft_core.wire.images import ImageEncoding
+from deft_core.wire.limits import MAX_DECODABLE_PIXELS, WireLimits
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]

@@ -128,7 +128,7 @@ def unpacked(value: Any) -> Any:
     """Messages inside of a record, too."""
     if isinstance(value, dict):
         return {name: unpacked(one) for name, one in value.items()}
-    if isinstance(value, bytes) and value[:1] and value[0] >> 4 == 8:  # a small map
+    if isinstance(value, bytes) and value[:1] and (value[0] >> 4 == 8 or value[0] == 0xDE):  # a map
         return msgpack.unpackb(value)
     return value
 

@@ -20,8 +20,8 @@ from deft_client.errors import (
 from deft_client.settings import Retries
 from deft_core.errors import DeftError, MessageTooLargeError, UnusableValueError
 from deft_core.types import ActionChunk, ActOptions, Observation
-from deft_core.wire import msgpack_codec
-from deft_core.wire.fields import WireLimits
+from deft_core.wire import codec
+from deft_core.wire.limits import WireLimits
 from deft_server.app import create_app
 from tests.client.hostile_servers import HTTP_MANNERS, frozen, holding_up
 from tests.core.samples import frame, full_answer, full_message
@@ -67,7 +67,7 @@ def test_every_call_is_answered_as_by_the_blocking_client():
     assert call(server, "info") == INFO
     assert call(server, "ping") > 0
     assert call(server, "reset", "arm-2") is None
-    message = msgpack_codec.decode_request(server.requests[0].content)
+    message = codec.decode_request(server.requests[0].content)
     assert message.options == options
     assert server.requests[-1].content == b'{"session_id":"arm-2"}'
 
@@ -105,7 +105,7 @@ def test_a_server_that_is_loading_is_waited_for(caplog, monkeypatch):
 
 
 def test_answers_are_held_to_what_info_promised():
-    other = msgpack_codec.encode_answer(ActionChunk(np.zeros((1, 7))))
+    other = codec.encode_answer(ActionChunk(np.zeros((1, 7))))
 
     async def calling():
         server = FakeServer()
@@ -196,7 +196,7 @@ def test_what_comes_unasked_is_never_the_next_answer():
     """No ids here, and two answers to each request: the second one must not be believed."""
     answers = b"".join(
         b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(one) + one
-        for one in (ANSWER, msgpack_codec.encode_answer(ActionChunk(np.full((1, 3), 9.0))))
+        for one in (ANSWER, codec.encode_answer(ActionChunk(np.full((1, 3), 9.0))))
     )
 
     def doubling(connection, server):

@@ -32,7 +32,7 @@ from deft_client.errors import (
 from deft_client.settings import ClientSettings, Retries, Timeouts
 from deft_core.errors import UnusableValueError, WireError
 from deft_core.types import ActionChunk, ActOptions, Observation
-from deft_core.wire import msgpack_codec
+from deft_core.wire import codec
 from deft_core.wire.images import ImageEncoding
 from deft_core.wire.messages import ActMessage
 from deft_server.app import create_app
@@ -61,7 +61,7 @@ class Robot:
 
 
 def sent_message(request: httpx.Request) -> ActMessage:
-    return msgpack_codec.decode_request(request.content)
+    return codec.decode_request(request.content)
 
 
 def test_act_sends_the_observation_and_returns_the_answer():
@@ -360,7 +360,7 @@ def test_an_answer_that_is_no_answer_is_a_wire_error():
 
 
 def answer(actions: np.ndarray) -> httpx.Response:
-    return httpx.Response(200, content=msgpack_codec.encode_answer(ActionChunk(actions)))
+    return httpx.Response(200, content=codec.encode_answer(ActionChunk(actions)))
 
 
 @pytest.mark.parametrize(
@@ -400,7 +400,7 @@ def test_an_answer_to_another_request_is_not_used():
     network = ClosableStream()
     foreign = httpx.Response(
         200,
-        content=msgpack_codec.encode_answer(ActionChunk(np.ones((1, 3)))),
+        content=codec.encode_answer(ActionChunk(np.ones((1, 3)))),
         headers={"x-request-id": "another"},
         extensions={"network_stream": network},
     )
@@ -427,7 +427,7 @@ def test_an_answer_without_an_id_is_refused_by_the_stream():
     network = ClosableStream()
     unasked = httpx.Response(
         200,
-        content=msgpack_codec.encode_answer(ActionChunk(np.ones((1, 3)))),
+        content=codec.encode_answer(ActionChunk(np.ones((1, 3)))),
         extensions={"network_stream": network},
     )
 
@@ -449,7 +449,7 @@ def test_a_second_answer_in_a_packet_ends_the_connection():
     """No ids here: the second one would be taken for the answer to the next frame."""
     answers = [
         b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(one) + one
-        for one in (ANSWER, msgpack_codec.encode_answer(ActionChunk(np.full((1, 3), 9.0))))
+        for one in (ANSWER, codec.encode_answer(ActionChunk(np.full((1, 3), 9.0))))
     ]
 
     def doubling(connection, server):

@@ -14,7 +14,7 @@ from deft_client import calls
 from deft_client.__main__ import main
 from deft_client.commands import ping
 from deft_core.errors import Problem
-from deft_core.wire import json_codec, msgpack_codec
+from deft_core.wire import codec
 from tests.core.samples import frame, full_answer, saved
 from tests.standins.policy_server import ANSWER, INFO, streaming
 
@@ -25,11 +25,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self):
-        known = {"/readyz": b"{}", "/v1/info": json_codec.encode_info(INFO)}
+        known = {"/readyz": b"{}", "/v1/info": codec.encode_info(INFO)}
         if self.server.num_unready:
             self.server.num_unready -= 1
             problem = Problem(503, "Not ready", "the policy is loading")
-            self._answer(503, json_codec.encode_problem(problem))
+            self._answer(503, codec.encode_problem(problem))
         else:
             self._answer(200, known[self.path])
 
@@ -118,7 +118,7 @@ def test_ping_sends_frames_and_says_which_rate_their_answers_allow(server, capsy
     assert re.search(r"^answer       [\d.]+ ms p50, [\d.]+ ms p95 of 3 frames$", shown, re.M)
     rates = r"^control      up to [\d.]+ Hz: period_s=[\d.]+; up to [\d.]+ Hz with chunks of 2"
     assert re.search(rates, shown, re.M)
-    sent = [msgpack_codec.decode_request(body) for _, body in server.requests]
+    sent = [codec.decode_request(body) for _, body in server.requests]
     assert len(sent) == 4
     assert sent[0].observation.image.shape == (INFO.image_height, INFO.image_width, 3)
     assert sent[0].options.statistics_key == INFO.default_statistics_key
@@ -185,7 +185,7 @@ def test_act_prints_the_actions_and_the_time_they_took(server, picture, capsys):
     assert "round_trip_ms" in shown
     assert "intervened: clamp" in shown
     (_, body) = server.requests[0]
-    assert msgpack_codec.decode_request(body).observation.instruction == "lift the cup"
+    assert codec.decode_request(body).observation.instruction == "lift the cup"
 
 
 def test_act_sends_everything_it_is_given(server, picture, capsys, tmp_path, monkeypatch):
@@ -202,7 +202,7 @@ def test_act_sends_everything_it_is_given(server, picture, capsys, tmp_path, mon
     assert shown.startswith("TASK: Lift it.\naction 0: ")
     headers, body = server.requests[0]
     assert headers["authorization"] == "Bearer secret"
-    message = msgpack_codec.decode_request(body)
+    message = codec.decode_request(body)
     assert list(message.observation.cameras) == ["wrist"]
     assert message.observation.state.tolist() == [0.5, -1]
     options = message.options
@@ -228,7 +228,7 @@ def test_plain_is_a_name_for_plain_decoding(given, sent, server, picture, tmp_pa
     (tmp_path / "mine.toml").write_text('method = "plain"\nradius = 3\n')
     given = given.format(folder=tmp_path)
     assert main(["act", picture, "lift the cup", server.url, "--decoding", given]) == 0
-    assert msgpack_codec.decode_request(server.requests[0][1]).options.decoding == sent
+    assert codec.decode_request(server.requests[0][1]).options.decoding == sent
 
 
 def test_act_prints_json_that_programs_can_read(server, picture, capsys):

@@ -22,7 +22,7 @@ from deft_client.settings import ClientSettings, Retries, Timeouts
 from deft_client.stream import StreamClient
 from deft_core.errors import MessageTooLargeError
 from deft_core.types import ActOptions, Observation
-from deft_core.wire.fields import WireLimits
+from deft_core.wire.limits import WireLimits
 from tests.client.hostile_servers import (
     HTTP_MANNERS,
     STREAM_MANNERS,

@@ -13,7 +13,7 @@ from deft_client import PolicyClient, StreamClient
 from deft_client.settings import ClientSettings, Timeouts
 from deft_core.errors import DeftError
 from deft_core.types import ActionChunk, Observation
-from deft_core.wire import msgpack_codec
+from deft_core.wire import codec
 from tests.core.samples import frame
 from tests.standins.policy_server import streaming
 
@@ -23,9 +23,9 @@ NUM_FRAMES = 40
 
 def answer(request: bytes) -> bytes:
     """Say which frame is answered."""
-    message = msgpack_codec.decode_request(request)
+    message = codec.decode_request(request)
     number = float(message.observation.instruction)
-    return msgpack_codec.encode_answer(ActionChunk(np.array([[number]])), message.id)
+    return codec.encode_answer(ActionChunk(np.array([[number]])), message.id)
 
 
 class Answering(http.server.BaseHTTPRequestHandler):

@@ -14,9 +14,9 @@ from deft_client.settings import ClientSettings, Retries, Timeouts
 from deft_client.stream import StreamClient, stream_url
 from deft_core.errors import MessageTooLargeError, Problem
 from deft_core.types import ActionChunk, ActOptions
-from deft_core.wire import json_codec
-from deft_core.wire.fields import WireLimits
-from deft_core.wire.msgpack_codec import decode_request, encode_answer
+from deft_core.wire import codec
+from deft_core.wire.codec import decode_request, encode_answer
+from deft_core.wire.limits import WireLimits
 from tests.client.hostile_servers import holding_up, open_stream
 from tests.core.samples import full_answer, full_message
 from tests.standins.policy_server import ANSWER, PING, repeating_id, streaming
@@ -30,7 +30,7 @@ UNASKED = ActionChunk(np.full((1, 3), 9.0))
 
 def problem(status: int, retry_after_s: float | None = None, field: str | None = None) -> str:
     described = Problem(status, "No", "because", field=field, retry_after_s=retry_after_s)
-    return json_codec.encode_problem(described).decode()
+    return codec.encode_problem(described).decode()
 
 
 def act(url, times=1, settings=SETTINGS, between=lambda: None) -> list[object]:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from deft_core.recordings import find_episodes
 from deft_core.types import ActOptions
-from deft_core.wire import msgpack_codec
+from deft_core.wire import codec
 from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
@@ -71,7 +71,7 @@ def act(client: TestClient, decoding: str, want_trace: bool) -> None:
     options = ActOptions(session_id="arm", decoding=decoding, want_trace=want_trace)
     answer = client.post("/v1/act", content=packed(options, frame(28)), headers=MSGPACK)
     assert answer.status_code == 200, answer.text
-    trace = msgpack_codec.decode_answer(answer.content).trace
+    trace = codec.decode_answer(answer.content).trace
     assert (trace is not None) == want_trace
 
 

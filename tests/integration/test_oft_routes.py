@@ -18,7 +18,8 @@ from deft_core.peers.arrays import pack, unpack
 from deft_core.peers.conventions import OPENPI
 from deft_core.peers.openvla import decode_json, encode_array, encode_reply, oft_fields, read_answer
 from deft_core.types import ActOptions, Image, Intervention
-from deft_core.wire.json_codec import decode_answer, encode_request
+from deft_core.wire.codec import decode_answer, encode_request
+from deft_core.wire.formats import WireFormat
 from deft_core.wire.messages import ActMessage
 from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
@@ -191,8 +192,9 @@ def test_answers_beyond_the_statistics_are_clamped_and_say_so(policy: VlaPolicy)
     with client_of(create_app(policy)) as client:
         for case, expected, exceeds in zip(CASES, clamped, exceeding, strict=True):
             message = ActMessage(case.observation(), ActOptions())
-            response = client.post("/v1/act", content=encode_request(message), headers=JSON)
-            chunk = decode_answer(response.content)
+            body = encode_request(message, wire_format=WireFormat.JSON)
+            response = client.post("/v1/act", content=body, headers=JSON)
+            chunk = decode_answer(response.content, WireFormat.JSON)
             np.testing.assert_allclose(chunk.actions, expected, rtol=0, atol=TOLERANCE)
             assert chunk.intervention is (Intervention.CLAMP if exceeds else None)
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from deft_core.types import ActOptions, Observation
-from deft_core.wire import msgpack_codec
+from deft_core.wire import codec
+from deft_core.wire.formats import WireFormat
 from deft_core.wire.messages import ActMessage
 from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
@@ -52,8 +53,8 @@ def send(address: str, times: int = 1) -> None:
 
 
 def post(address: str, observation: Observation) -> None:
-    body = msgpack_codec.encode_request(ActMessage(observation, ActOptions(session_id="arm")))
-    headers = {"content-type": msgpack_codec.CONTENT_TYPE}
+    body = codec.encode_request(ActMessage(observation, ActOptions(session_id="arm")))
+    headers = {"content-type": WireFormat.MSGPACK.value}
     httpx2.post(f"http://{address}/v1/act", content=body, headers=headers, timeout=PATIENCE_S)
 
 

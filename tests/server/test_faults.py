@@ -16,7 +16,7 @@ import pytest
 from websockets.sync.client import connect as open_stream
 
 from deft_core.types import ActOptions
-from deft_core.wire import msgpack_codec
+from deft_core.wire import codec
 from tests.server.process import ROOT, ServerProcess, serving
 from tests.standins.policies import MSGPACK, packed
 
@@ -193,7 +193,7 @@ def test_sigterm_answers_the_frame_of_a_stream_before_it_closes_it(
         gate.touch()
         reply = stream.recv(timeout=20)
         assert isinstance(reply, bytes)
-        assert msgpack_codec.decode_answer(reply).actions.shape == (1, 7)
+        assert codec.decode_answer(reply).actions.shape == (1, 7)
     assert gated.ended_with() == 0
 
 

@@ -3,8 +3,9 @@
 import re
 from pathlib import Path
 
-from deft_core.wire import fields, images
-from deft_core.wire.fields import WireLimits
+from deft_core.peers import arrays
+from deft_core.wire import codec, images
+from deft_core.wire.limits import WireLimits
 from deft_server.commands import logs, serve
 from deft_server.dashboard import pages
 from deft_server.http import connections, frame_bodies, gate
@@ -19,7 +20,8 @@ MODULES = (
         connections,
         frame_bodies,
         gate,
-        fields,
+        arrays,
+        codec,
         images,
         service,
         queue,

@@ -18,7 +18,7 @@ from websockets.exceptions import InvalidStatus
 from deft_client.client import PolicyClient
 from deft_client.errors import AccessDeniedError, NotReadyError
 from deft_client.settings import ClientSettings, TlsFiles
-from deft_core.wire import msgpack_codec
+from deft_core.wire import codec
 from tests.server.nginx import Proxy, nginx_before
 from tests.server.process import serving
 from tests.standins.policies import MSGPACK, frame, packed
@@ -187,7 +187,7 @@ def answers_of(port: int, robot: int) -> list[float]:
         for _ in range(FRAMES):
             response = client.post("/v1/act", content=body, headers=MSGPACK)
             assert response.status_code == 200
-            answers.append(msgpack_codec.decode_answer(response.content).actions[0, 0])
+            answers.append(codec.decode_answer(response.content).actions[0, 0])
     return answers
 
 

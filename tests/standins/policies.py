@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deft_core.types import ActionChunk, ActOptions, Observation, ServerInfo
-from deft_core.wire import msgpack_codec
+from deft_core.wire import codec
+from deft_core.wire.formats import WireFormat
 from deft_core.wire.messages import ActMessage
 from deft_policies.base import ActAnswer, ActionLimits, ActRequest, Policy, Running
 from deft_policies.constant import ConstantPolicy
@@ -19,7 +20,7 @@ from deft_policies.errors import CheckpointError, DeviceError, NoActionError, Re
 from deft_policies.memory import SessionMemory
 from deft_server.serving.access import Caller
 
-MSGPACK = {"content-type": msgpack_codec.CONTENT_TYPE}
+MSGPACK = {"content-type": WireFormat.MSGPACK.value}
 PATIENCE_S = 60.0  # how long a fake waits for its test before it gives up
 CALLER = Caller()
 _CONSTANT = ConstantPolicy()
@@ -30,7 +31,7 @@ def frame(size: int = 4, fill: int = 0, instruction: str = "lift the cup") -> Ob
 
 
 def packed(options: ActOptions | None = None, observation: Observation | None = None) -> bytes:
-    return msgpack_codec.encode_request(ActMessage(observation or frame(), options or ActOptions()))
+    return codec.encode_request(ActMessage(observation or frame(), options or ActOptions()))
 
 
 def counted(memory: SessionMemory) -> SessionMemory:

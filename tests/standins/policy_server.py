@@ -11,8 +11,8 @@ from websockets.exceptions import ConnectionClosed
 
 from deft_core.errors import Problem
 from deft_core.types import ServerInfo
-from deft_core.wire import json_codec, msgpack_codec
-from deft_core.wire.msgpack_codec import decode_request
+from deft_core.wire import codec
+from deft_core.wire.codec import decode_request
 from tests.core.samples import full_answer
 
 INFO = ServerInfo(
@@ -29,7 +29,7 @@ INFO = ServerInfo(
     decoding_methods=("lossless",),
     versions={"deft-vla": "0.1.0"},
 )
-ANSWER = msgpack_codec.encode_answer(full_answer())
+ANSWER = codec.encode_answer(full_answer())
 
 Reaction = httpx.Response | Exception
 
@@ -38,7 +38,7 @@ def refusal(status: int, detail: str = "because", **headers: str) -> httpx.Respo
     problem = Problem(status, "No", detail, field="state", request_id="r-1")
     return httpx.Response(
         status,
-        content=json_codec.encode_problem(problem),
+        content=codec.encode_problem(problem),
         headers={name.replace("_", "-"): value for name, value in headers.items()},
     )
 
@@ -119,7 +119,7 @@ class FakeServer:
             case ("POST", "/v1/reset"):
                 return httpx.Response(204)
             case ("GET", "/v1/info"):
-                return httpx.Response(200, content=json_codec.encode_info(INFO))
+                return httpx.Response(200, content=codec.encode_info(INFO))
             case ("GET", "/readyz"):
                 return httpx.Response(200)
         return refusal(404)
@@ -132,7 +132,7 @@ Answers = bytes | str | tuple[bytes | str, ...] | None | Callable[[bytes], "Answ
 
 def repeating_id(frame: bytes) -> bytes:
     """Answer as Deft's servers do."""
-    return msgpack_codec.encode_answer(full_answer(), decode_request(frame).id)
+    return codec.encode_answer(full_answer(), decode_request(frame).id)
 
 
 class FakeStream:

@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 
 from deft_core.errors import Problem
 from deft_core.types import ActionChunk, Image, ServerInfo, StageTimings
-from deft_core.wire import json_codec
-from deft_core.wire.msgpack_codec import CONTENT_TYPE, ActMessage, decode_request, encode_answer
+from deft_core.wire import codec
+from deft_core.wire.codec import decode_request, encode_answer
+from deft_core.wire.formats import WireFormat
+from deft_core.wire.messages import ActMessage
 from tests.standins.environments import trace_of
 
 INFO = ServerInfo(
@@ -103,7 +105,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/v1/info":
-            self._reply(200, json_codec.encode_info(self.server.info), "application/json")
+            self._reply(200, codec.encode_info(self.server.info), "application/json")
         else:
             self._reply(200, b"{}", "application/json")
 
@@ -114,7 +116,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply(200, b"{}", "application/json")
         elif self.server.status != 200:
             problem = Problem(self.server.status, "Broken on purpose", "as the test wants it")
-            content = json_codec.encode_problem(problem)
+            content = codec.encode_problem(problem)
             self._reply(self.server.status, content, "application/problem+json")
         else:
             chunk = self.server.answer(decode_request(body))
@@ -122,7 +124,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.server.drops -= 1
                 self.close_connection = True
                 return
-            self._reply(200, encode_answer(chunk), CONTENT_TYPE)
+            self._reply(200, encode_answer(chunk), WireFormat.MSGPACK.value)
 
     def _reply(self, status: int, body: bytes, content_type: str) -> None:
         self.send_response(status)

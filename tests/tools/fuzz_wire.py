@@ -17,7 +17,8 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
 from deft_core.types import ActOptions, Observation
-from deft_core.wire import json_codec, msgpack_codec
+from deft_core.wire import codec
+from deft_core.wire.formats import WireFormat
 from deft_core.wire.images import ImageEncoding, encode_image
 from deft_core.wire.messages import ActMessage
 from scripts.local_server import local_server, resident_mb
@@ -52,7 +53,7 @@ def _own_form() -> bytes:
 def _camera_frame() -> bytes:
     """Return a message of a real frame's size, which the server reads in a shorter way."""
     image = np.arange(256 * 256 * 3, dtype=np.uint32).astype(np.uint8).reshape(256, 256, 3)
-    return msgpack_codec.encode_request(ActMessage(Observation(image, "lift"), ActOptions()))
+    return codec.encode_request(ActMessage(Observation(image, "lift"), ActOptions()))
 
 
 @contextmanager
@@ -115,12 +116,12 @@ def _websocket(url: str, path: str, has_greeting: bool) -> Iterator[Send]:
 def _originals() -> dict[str, tuple[list[bytes], Callable[[str], Iterator[Send]]]]:
     act = [one.request for one in act_captures() if one.request]
     oft = [body.replace(b'"image"', b'"full_image"') for body in act]
-    own, own_json = (codec.encode_request(_own_message()) for codec in (msgpack_codec, json_codec))
+    own, own_json = (codec.encode_request(_own_message(), wire_format=one) for one in WireFormat)
     sockets = lambda path, greets: lambda url: _websocket(url, path, greets)  # noqa: E731
     return {
         "POST /v1/act, msgpack": (
             [own],
-            lambda url: _http(url, "/v1/act", msgpack_codec.CONTENT_TYPE),
+            lambda url: _http(url, "/v1/act", WireFormat.MSGPACK.value),
         ),
         "POST /v1/act, JSON": ([own_json], lambda url: _http(url, "/v1/act", "application/json")),
         "POST /v1/act, form": ([_own_form()], lambda url: _http(url, "/v1/act", FORM)),

@@ -20,8 +20,9 @@ from deft_core.methods import method_text
 from deft_core.program import CommandParser
 from deft_core.reasoning import ACTION, parse_reasoning
 from deft_core.types import ActionChunk, ActOptions, Image, Observation
+from deft_core.wire.codec import encode_answer
+from deft_core.wire.formats import WireFormat
 from deft_core.wire.images import ImageEncoding, decode_image
-from deft_core.wire.json_codec import encode_answer
 
 
 def main(arguments: list[str]) -> int:
@@ -75,7 +76,8 @@ def _act(options: argparse.Namespace) -> int:
         except NoActionError as error:
             sys.stdout.writelines(f"{line}\n" for line in _said(error.reasoning))
             raise
-    sys.stdout.write(encode_answer(chunk).decode() + "\n" if options.json else _table(chunk))
+    line = encode_answer(chunk, wire_format=WireFormat.JSON).decode() + "\n"
+    sys.stdout.write(line if options.json else _table(chunk))
     return 0
 
 

@@ -1,14 +1,15 @@
 """Arrays, camera frames, states and texts as peers' messages carry them, none of it trusted.
 
 Only plain numbers are built, and a shape is compared with the bytes that are really there before
-anything is allocated. Packs and unpacks the msgpack of openpi and of vla-eval.
+anything is allocated. Packs and unpacks the msgpack of openpi and of vla-eval, with the library
+`msgpack`: its hooks make arrays of marked maps, and count what a stranger has us build.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, product
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 import numpy as np
@@ -21,25 +22,26 @@ from deft_core.errors import (
     UnusableValueError,
 )
 from deft_core.types import Image
-from deft_core.wire.fields import (
-    DEFAULT_LIMITS,
-    MAX_MAP_ENTRIES,
-    NAME,
-    SENTENCE,
-    ReadContext,
-    WireLimits,
-    brief,
-)
+from deft_core.wire.formats import check_bytes
 from deft_core.wire.images import (
     array_over,
     check_image_size,
     claim_pixels,
     claimed_size,
     decode_image,
-    read_shape,
 )
-from deft_core.wire.msgpack_codec import UNREADABLE, check_bytes, counter
+from deft_core.wire.limits import DEFAULT_LIMITS, ReadContext, WireLimits
+from deft_core.wire.refusals import brief, check_text
 
+try:
+    from pybase64 import b64decode  # thirty times quicker; servers have it
+except ImportError:
+    from base64 import b64decode  # type: ignore[assignment]
+
+SizedT = TypeVar("SizedT", bound=Sized)
+MAX_AXES = 8
+MAX_LIST_ITEMS = 65_536
+MAX_MAP_ENTRIES = 1024  # of one map; those of a message have a few dozen
 # Every spelling numpy itself writes for booleans, integers and floats of up to eight bytes.
 _ONE_BYTE = ("|b1", "|i1", "|u1")
 _WIDER = tuple(
@@ -59,6 +61,24 @@ def safe_dtype(name: object, field: str) -> np.dtype[Any]:
             f"must be a boolean, integer or float dtype such as '<f4', got {brief(name)}",
         )
     return known
+
+
+def decode_base64(text: str) -> bytes:
+    """Return what strict base64 says, or raise `ValueError`."""
+    return b64decode(text, validate=True)
+
+
+def read_shape(value: object, where: str) -> list[int]:
+    """Return a shape whose entries are counts."""
+    if not isinstance(value, list) or len(value) > MAX_AXES:
+        raise UnusableValueError(
+            where, f"must be a list of at most {MAX_AXES} counts, got {brief(value)}"
+        )
+    if not {int}.issuperset(map(type, value)) or min(value, default=0) < 0:
+        raise UnusableValueError(
+            where, f"must hold counts only, got {', '.join(map(brief, value))}"
+        )
+    return value
 
 
 def build_array(data: object, dtype: object, shape: object, field: str) -> NDArray[Any]:
@@ -130,7 +150,7 @@ def read_state(value: object, field: str, limits: WireLimits) -> NDArray[np.floa
         raise UnusableValueError(field, f"must be a vector of numbers, got {brief(value)}")
     if value.size > limits.max_state_dim:
         raise MessageTooLargeError(
-            field, f"{value.size} numbers; at most {limits.max_state_dim} are taken"
+            field, f"{value.size} numbers; at most {limits.max_state_dim} are allowed"
         )
     with np.errstate(over="ignore"):  # what does not fit float32 becomes infinite, and is refused
         state = np.atleast_1d(value).astype(np.float32)
@@ -161,12 +181,18 @@ def read_actions(value: object, field: str, num_axes: int) -> NDArray[np.float64
 
 def read_text(value: object, field: str, limits: WireLimits) -> str:
     """Return the instruction."""
-    return SENTENCE.read(value, field, ReadContext(limits))
+    return _text(value, field, limits.max_instruction_chars)
 
 
 def read_name(value: object, field: str, limits: WireLimits) -> str | None:
     """Return a short name, or None where there is none."""
-    return None if value is None else NAME.read(value, field, ReadContext(limits))
+    return None if value is None else _text(value, field, limits.max_name_chars)
+
+
+def _text(value: object, field: str, max_chars: int) -> str:
+    if not isinstance(value, str):
+        raise UnusableValueError(field, f"must be text, got {brief(value)}")
+    return check_text(value, field, max_chars)
 
 
 def read_cameras(value: object, limits: WireLimits) -> dict[str, object]:
@@ -186,7 +212,7 @@ def check_camera_count(count: int, limits: WireLimits) -> None:
     """Refuse more cameras than a main one and those that the limits allow."""
     if count > limits.max_cameras + 1:
         raise MessageTooLargeError(
-            "images", f"{count} cameras; at most {limits.max_cameras + 1} are taken"
+            "images", f"{count} cameras; at most {limits.max_cameras + 1} are allowed"
         )
 
 
@@ -214,6 +240,10 @@ _ARRAYS = (
 _SCALARS: dict[str, tuple[type, ...]] = {"b": (bool,), "i": (int,), "u": (int,), "f": (int, float)}
 
 
+# What msgpack raises for bytes that are not msgpack; all the rest are subclasses of these.
+UNREADABLE = (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError)
+
+
 def unpack(frame: bytes, limits: WireLimits = DEFAULT_LIMITS) -> object:
     """Return what a frame says, arrays rebuilt; a PNG or JPEG is an `EncodedPicture`."""
     return unpack_maps(frame, limits, partial(_revive, limits))
@@ -221,21 +251,42 @@ def unpack(frame: bytes, limits: WireLimits = DEFAULT_LIMITS) -> object:
 
 def unpack_maps(frame: bytes, limits: WireLimits, revive: Callable[[Entries], object]) -> object:
     """Return what a frame says, each map as `revive` makes it; lists and maps are counted."""
-    check_bytes(frame, limits, "frame")
-    count = counter(limits, "frame")
+    check_bytes(frame, limits.max_bytes, "frame")
+    count = _counter(limits)
     try:
         return msgpack.unpackb(
             frame,
             object_hook=lambda entries: revive(count(entries)),
             list_hook=count,
             ext_hook=_refuse_extension,
-            max_array_len=limits.max_trace_values,
+            max_array_len=MAX_LIST_ITEMS,
             max_map_len=MAX_MAP_ENTRIES,
         )
     except UNREADABLE as error:
         # A map key that cannot be hashed, text that is not UTF-8, nesting too deep, lengths beyond
         # the limits, or plain damage.
         raise MalformedMessageError("frame", f"not a msgpack message: {error}") from None
+
+
+def _counter(limits: WireLimits) -> Callable[[SizedT], SizedT]:
+    """Return a hook that refuses a frame with too many lists: each costs 60 bytes for one.
+
+    Their entries are counted, too: a byte each on the wire, they take a second of reading.
+    """
+    num_lists = num_entries = 0
+
+    def hook(items: SizedT) -> SizedT:
+        nonlocal num_lists, num_entries
+        num_lists += 1
+        num_entries += len(items)
+        if num_lists > limits.max_lists or num_entries > limits.max_entries:
+            raise MessageTooLargeError(
+                "frame",
+                f"more than {limits.max_lists} lists and maps, or {limits.max_entries} entries",
+            )
+        return items
+
+    return hook
 
 
 def pack(value: object) -> bytes:

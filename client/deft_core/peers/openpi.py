@@ -19,8 +19,9 @@ from deft_core.peers.arrays import (
     take,
 )
 from deft_core.types import ActionChunk, Observation, StageTimings
-from deft_core.wire.fields import ReadContext, WireLimits, brief
+from deft_core.wire.limits import ReadContext, WireLimits
 from deft_core.wire.messages import ActMessage
+from deft_core.wire.refusals import brief
 
 Fields = Mapping[str, object]
 _Picture = tuple[str, object]  # with its field, for complaints

@@ -17,6 +17,7 @@ from deft_core.errors import MalformedMessageError, MessageTooLargeError, Unusab
 from deft_core.peers.arrays import (
     build_array,
     check_camera_count,
+    decode_base64,
     read_actions,
     read_frame,
     read_name,
@@ -25,9 +26,10 @@ from deft_core.peers.arrays import (
     take,
 )
 from deft_core.types import ActOptions, Image, Observation
-from deft_core.wire.fields import DEFAULT_LIMITS, ReadContext, WireLimits, brief, decode_base64
-from deft_core.wire.json_codec import check_json
+from deft_core.wire.formats import check_json
+from deft_core.wire.limits import DEFAULT_LIMITS, ReadContext, WireLimits
 from deft_core.wire.messages import ActMessage
+from deft_core.wire.refusals import brief
 
 _MARKER = "__numpy__"
 _ENCODED = "encoded"
@@ -62,7 +64,7 @@ def decode_json(body: bytes | str, limits: WireLimits = DEFAULT_LIMITS) -> objec
     """Return what JSON says, arrays rebuilt."""
     if len(body) > limits.max_bytes:
         raise MessageTooLargeError(
-            "body", f"{len(body)} bytes; at most {limits.max_bytes} are taken"
+            "body", f"{len(body)} bytes; at most {limits.max_bytes} are allowed"
         )
     check_json(body, limits)
     try:

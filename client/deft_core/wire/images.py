@@ -1,4 +1,4 @@
-"""Arrays of numbers and camera frames on the wire: raw, as PNG or as JPEG.
+"""Camera frames on the wire: raw pixels, PNG or JPEG.
 
 Sizes are judged by the header or the shape, before anything is decoded or allocated.
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from enum import Enum
 from io import BytesIO
-from itertools import chain, islice
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,90 +20,10 @@ from numpy.typing import NDArray
 
 from deft_core.errors import MessageTooLargeError, UnsupportedMessageError, UnusableValueError
 from deft_core.types import Image
-from deft_core.wire.fields import (
-    BINARY,
-    DEFAULT_LIMITS,
-    Json,
-    Kind,
-    Limit,
-    ReadContext,
-    WireLimits,
-    brief,
-    constant,
-    record,
-)
+from deft_core.wire.limits import DEFAULT_LIMITS, ReadContext, WireLimits
 
 if TYPE_CHECKING:
     import PIL.Image
-
-MAX_AXES = 8
-
-
-def array(
-    dtype: str, axes: tuple[str, ...], max_values: Limit, is_finite: bool = False
-) -> Kind[NDArray[Any]]:
-    """Return the kind of an array: `{dtype, shape, data}`, in JSON also one list or one of rows."""
-    parts = array_parts(dtype, max_values)
-
-    def read(value: object, where: str, context: ReadContext) -> NDArray[Any]:
-        if context.is_json and isinstance(value, list):
-            values = _read_rows(value, dtype, max_values(context.limits), where)
-        else:
-            values = parts.read(value, where, context)
-        if values.ndim != len(axes):
-            shape = list(values.shape)
-            raise UnusableValueError(where, f"must be [{', '.join(axes)}], got {shape}")
-        if is_finite and not np.isfinite(values).all():
-            raise UnusableValueError(where, "must be finite, got NaN or infinity")
-        return values
-
-    def schema(limits: WireLimits) -> Json:
-        schema: Json = {"type": "number"}
-        for _ in axes:
-            schema = {"type": "array", "items": schema, "maxItems": max_values(limits)}
-        return schema
-
-    return Kind(read, schema)
-
-
-def array_parts(dtype: str, max_values: Limit) -> Kind[NDArray[Any]]:
-    """Return the kind of an array of any number of axes as `{dtype, shape, data}`; read-only."""
-    layout = np.dtype(dtype).newbyteorder("<")
-
-    def limited_shape(value: object, where: str, context: ReadContext) -> list[int]:
-        shape, most = read_shape(value, where), max_values(context.limits)
-        if math.prod(shape) > most:
-            raise MessageTooLargeError(where, f"{shape} is beyond the {most} values that are taken")
-        return shape
-
-    kinds: dict[str, Kind[Any]] = {
-        "dtype": constant(dtype),
-        "shape": Kind(limited_shape, lambda limits: {"type": "array", "items": _COUNT}),
-        "data": BINARY,
-    }
-    parts: Kind[Json] = record(dict, kinds)
-
-    def read(value: object, where: str, context: ReadContext) -> NDArray[Any]:
-        found = parts.read(value, where, context)
-        return array_over(found["data"], layout, found["shape"], f"{where}.data")
-
-    return Kind(read, parts.schema)
-
-
-_COUNT: Json = {"type": "integer", "minimum": 0}
-
-
-def read_shape(value: object, where: str) -> list[int]:
-    """Return a shape whose entries are counts."""
-    if not isinstance(value, list) or len(value) > MAX_AXES:
-        raise UnusableValueError(
-            where, f"must be a list of at most {MAX_AXES} counts, got {brief(value)}"
-        )
-    if not {int}.issuperset(map(type, value)) or min(value, default=0) < 0:
-        raise UnusableValueError(
-            where, f"must hold counts only, got {', '.join(map(brief, value))}"
-        )
-    return value
 
 
 def array_over(data: bytes, dtype: np.dtype[Any], shape: list[int], where: str) -> NDArray[Any]:
@@ -114,23 +34,6 @@ def array_over(data: bytes, dtype: np.dtype[Any], shape: list[int], where: str) 
             where, f"{len(data)} bytes; {shape} of {dtype.name} takes {expected}"
         )
     return np.frombuffer(data, dtype).reshape(shape)
-
-
-def _read_rows(value: list[Any], dtype: str, most: int, where: str) -> NDArray[Any]:
-    rows = value if value and isinstance(value[0], list) else [value]
-    if any(not isinstance(row, list) or len(row) != len(rows[0]) for row in rows):
-        raise UnusableValueError(where, "must be a list of equally long lists of numbers")
-    if len(rows) * len(rows[0]) > most:
-        raise MessageTooLargeError(where, f"more than the {most} numbers that are taken")
-    if any(type(one) not in (int, float) for one in chain.from_iterable(rows)):
-        raise UnusableValueError(where, "must hold numbers only")
-    try:
-        values = np.array(value, np.float64)
-    except OverflowError:
-        raise UnusableValueError(where, "holds a number beyond the range of float64") from None
-    if np.any(np.isfinite(values) & (np.abs(values) > np.finfo(dtype).max)):
-        raise UnusableValueError(where, f"holds a number beyond the range of {dtype}")
-    return values.astype(dtype)
 
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -220,7 +123,7 @@ def _check_work(data: bytes, field: str) -> None:
         num_scans = data.count(b"\xff\xda")  # never less than there are: pixels hold no markers
         if num_scans > MAX_JPEG_SCANS:
             raise UnusableValueError(
-                field, f"the JPEG has {num_scans} scans; at most {MAX_JPEG_SCANS} are taken"
+                field, f"the JPEG has {num_scans} scans; at most {MAX_JPEG_SCANS} are allowed"
             )
         return
     counts = Counter(kind == b"IDAT" for kind in islice(_png_chunks(data), _MAX_CHUNKS + 1))
@@ -236,7 +139,7 @@ def check_image_size(height: int, width: int, field: str, limits: WireLimits) ->
         raise MessageTooLargeError(
             field,
             f"{height}x{width} pixels; at most {limits.max_image_side} a side "
-            f"and {limits.max_image_pixels} in all are taken: scale it down",
+            f"and {limits.max_image_pixels} in all are allowed: scale it down",
         )
 
 
@@ -252,7 +155,7 @@ def claim_pixels(height: int, width: int, field: str, context: ReadContext) -> N
         raise MessageTooLargeError(
             field,
             f"with it the message's pictures have {context.num_claimed} pixels; at most {most} "
-            "together are taken: scale them down",
+            "together are allowed: scale them down",
         )
     context.hold(3 * height * width)
 

@@ -23,7 +23,7 @@ from deft_core.errors import WireError
 from deft_core.measures.answers import AnswerRecord
 from deft_core.measures.speculation import speculation_of
 from deft_core.types import ActionChunk, DecodeTrace, Observation
-from deft_core.wire.fields import SENTENCE, Kind, ReadContext, record_of
+from deft_core.wire.formats import convert
 from deft_draft_training.errors import DataError
 from deft_draft_training.heads.export import load_any_head
 from deft_draft_training.heads.samples import EpisodeSource
@@ -69,9 +69,6 @@ class DraftScore:
     passes: float  # per action, the prefill included
     relaxed_share: float
     accepted_by_position: tuple[float, ...]  # share of actions whose token there was drafted
-
-
-_SCORE: Kind[DraftScore] = record_of(DraftScore, {"source": SENTENCE})
 
 
 def evaluate(
@@ -196,7 +193,7 @@ def read_scores(path: Path, asked: str) -> dict[tuple[str, int], DraftScore]:
     try:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         made_of = {line.pop("of") for line in lines}
-        scores = [_SCORE.read(line, "", ReadContext()) for line in lines]
+        scores = [convert(line, DraftScore, name="row") for line in lines]
     except (ValueError, KeyError, AttributeError, TypeError, WireError) as error:
         raise DataError(f"{path} holds no rows of `deft train evaluate`: {error}") from error
     if made_of - {asked}:

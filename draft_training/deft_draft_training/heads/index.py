@@ -7,7 +7,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from deft_core.errors import WireError
-from deft_core.wire.fields import SENTENCE, ReadContext, list_of, record_of
+from deft_core.wire.formats import convert
 from deft_draft_training.errors import DataError
 
 INDEX = "index.json"
@@ -47,14 +47,11 @@ class ShardIndex:
         return self.shards[-1].last_observation + 1 if self.shards else 0
 
 
-_INDEX = record_of(ShardIndex, {"sources": list_of(SENTENCE)})
-
-
 def read_index(folder: Path) -> ShardIndex:
     """Read a folder's index, or raise `DataError`."""
     path = folder / INDEX
     try:
-        index = _INDEX.read(json.loads(path.read_text()), "", ReadContext())
+        index = convert(json.loads(path.read_text()), ShardIndex, name=INDEX)
     except FileNotFoundError:
         raise DataError(f"{path} is missing; run `deft train record` into {folder}") from None
     except (OSError, ValueError, WireError) as error:

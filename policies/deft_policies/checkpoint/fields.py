@@ -1,6 +1,6 @@
 """Typed access to a checkpoint's JSON files. Knows nothing of what the fields mean.
 
-Values are read as those of messages are: see `deft_core.wire.fields`.
+Values are checked as those of messages are: see `deft_core.wire.formats.convert`.
 """
 
 import json
@@ -8,23 +8,21 @@ import stat
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from msgspec import Meta
 
 from deft_core.errors import WireError
-from deft_core.wire.fields import FLAG, Kind, ReadContext, as_map, list_of, number, text, whole
+from deft_core.wire.formats import convert
 from deft_policies.errors import CheckpointError
 
 T = TypeVar("T")
 _MOST_BYTES = 2**26  # of a file; tokenizers have up to some 20 MB
 _MOST_VALUES = 100_000  # of a YAML file
-_KINDS: Mapping[object, Kind[Any]] = {
-    **{int: whole(), float: number(), bool: FLAG},
-    str: text(lambda limits: sys.maxsize),
-}
-_ANYTHING: Kind[object] = Kind(lambda value, *_: value, lambda limits: {})
-_OBJECT: Kind[Mapping[str, object]] = Kind(
-    lambda value, where, _: as_map(value, where), lambda limits: {}
-)
+_LARGEST = sys.float_info.max
+_FINITE = Annotated[float, Meta(ge=-_LARGEST, le=_LARGEST)]
+_WHOLE = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+_KINDS: Mapping[object, Any] = {float: _FINITE, int: _WHOLE}
 
 
 class JsonFields:
@@ -86,32 +84,37 @@ class JsonFields:
 
     def value(self, key: str, kind: type[T], default: T | None = None) -> T:
         """A value of this kind; a whole number is a number, too, and true is none."""
-        found: T = self._read(key, _KINDS[kind], default)
+        found: T = self._read(key, _KINDS.get(kind, kind), default)
         return found
 
     def count(self, key: str, most: int, default: int | None = None, least: int = 1) -> int:
         """A whole number up to `most`: what is beyond it no model has, and nobody can hold."""
-        return self._read(key, whole(least, most), default)
+        count: int = self._read(key, Annotated[int, Meta(ge=least, le=most)], default)
+        return count
 
     def values(self, key: str, kind: type[T], default: Sequence[T] | None = None) -> tuple[T, ...]:
         """A list of values of this kind."""
-        return self._read(key, list_of(_KINDS[kind]), default)
+        item: Any = _KINDS.get(kind, kind)
+        found: tuple[T, ...] = self._read(key, tuple[item, ...], default)
+        return found
 
     def items(self, key: str, default: Sequence[object] | None = None) -> tuple[object, ...]:
         """A list, whatever is in it."""
-        return self._read(key, list_of(_ANYTHING), default)
+        found: tuple[object, ...] = self._read(key, tuple[object, ...], default)
+        return found
 
     def rows(self, key: str) -> tuple[tuple[float, ...], ...]:
         """A list of lists of numbers."""
-        return self._read(key, list_of(list_of(number())))
+        found: tuple[tuple[float, ...], ...] = self._read(key, tuple[tuple[_FINITE, ...], ...])
+        return found
 
     def section(self, key: str) -> "JsonFields":
         """An object; empty if the field is absent."""
-        return JsonFields(self.path, self._read(key, _OBJECT, {}), f"{self._where}{key}.")
+        return JsonFields(self.path, self._read(key, dict[str, object], {}), f"{self._where}{key}.")
 
     def sections(self, key: str) -> tuple["JsonFields", ...]:
         """A list of objects."""
-        objects = self._read(key, list_of(_OBJECT))
+        objects = self._read(key, tuple[dict[str, object], ...])
         where = f"{self._where}{key}"
         return tuple(
             JsonFields(self.path, one, f"{where}[{index}].") for index, one in enumerate(objects)
@@ -121,14 +124,14 @@ class JsonFields:
         """An error about one field, to be raised by the caller."""
         return CheckpointError(f"{self.path}: {self._where}{key} {problem}")
 
-    def _read(self, key: str, kind: Kind[T], default: object = None) -> T:
+    def _read(self, key: str, kind: Any, default: object = None) -> Any:
         value = self._values.get(key)
         if value is None:
-            value = list(default) if isinstance(default, tuple) else default
+            value = default
         if value is None:
             raise self.error(key, "is missing")
         try:
-            return kind.read(value, f"{self._where}{key}", ReadContext())
+            return convert(value, kind, f"{self._where}{key}")
         except WireError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
 

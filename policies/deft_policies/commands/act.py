@@ -4,17 +4,17 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+from msgspec import Struct, structs
 from PIL import Image as PillowImage
 from PIL import UnidentifiedImageError
 
 from deft_core.errors import WireError
 from deft_core.program import CommandParser
 from deft_core.types import ActOptions, DecodeTrace, Image, Observation
-from deft_core.wire.fields import SENTENCE, Kind, ReadContext, list_of, map_of, record_of
+from deft_core.wire.formats import WireFormat, decode
 from deft_policies.base import ActAnswer, ActRequest, Policy
 from deft_policies.commands.parse import parse_command, run_command
 from deft_policies.errors import PolicyError, RequestError
@@ -24,35 +24,22 @@ PROG = "deft act"
 _STAGES = ("prepare", "vision", "prefill", "draft", "verify", "judge", "commit", "finish", "total")
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(Struct, frozen=True, forbid_unknown_fields=True):
     """What a robot sees and is to do. Cases of one session are frames of one robot, in order.
 
     Pictures are the image and the wrist cameras, or `cameras` by the names that the policy has for
     them; without an `image` the first of them is the frame.
     """
 
-    image: Path | None
     instruction: str
-    wrist_images: tuple[Path, ...] = ()  # in the order in which the model reads them
+    image: str | None = None
+    wrist_images: tuple[str, ...] = ()  # in the order in which the model reads them
     state: tuple[float, ...] | None = None
     statistics_key: str | None = None
     session_id: str | None = None
-    cameras: Mapping[str, Path] = field(default_factory=dict)
+    cameras: dict[str, str] = {}
     max_tokens: int | None = None  # of an answer with reasoning
     reasoning: bool | None = None  # think aloud; None: where the policy does so without being asked
-
-
-_PATH = Kind(lambda *given: Path(SENTENCE.read(*given)), SENTENCE.schema)
-_CASE = record_of(
-    Case,
-    {
-        "image": _PATH,
-        "instruction": SENTENCE,
-        "wrist_images": list_of(_PATH),
-        "cameras": map_of(_PATH),
-    },
-)
 
 
 def main(arguments: list[str]) -> int:
@@ -77,11 +64,11 @@ def main(arguments: list[str]) -> int:
         if (given.input is None) == (given.instruction is None) or given.batch < 1:
             parser.error("give either IMAGE and INSTRUCTION, or --input; --batch must be 1 or more")
         if given.input is None:
-            cases = [Case(given.image, given.instruction)]
+            cases = [Case(given.instruction, str(given.image))]
         else:
             cases = read_cases(given.input)
         if given.reasoning:
-            cases = [replace(one, reasoning=one.reasoning is not False) for one in cases]
+            cases = [structs.replace(one, reasoning=one.reasoning is not False) for one in cases]
         policy = command.load()
         if len(cases) > 1:
             policy.warm_up()  # so that the first line's times are like the others
@@ -110,7 +97,7 @@ def read_cases(path: Path) -> list[Case]:
     ]
 
 
-def load_image(path: Path) -> Image:
+def load_image(path: str | Path) -> Image:
     """Read a picture as RGB."""
     try:
         with PillowImage.open(path) as picture:
@@ -209,22 +196,24 @@ def _describe(answer: ActAnswer) -> dict[str, object]:
 
 def _read_case(line: str, where: str, folder: Path) -> Case:
     try:
-        case = _CASE.read(json.loads(line), "", ReadContext(is_json=True))
-    except (ValueError, WireError) as error:
+        case = decode(line.encode(), Case, WireFormat.JSON)
+    except WireError as error:
         raise PolicyError(
             f"{where} must be an object with image and instruction; {error}"
         ) from None
     if case.image is None and not case.cameras:
         raise PolicyError(f"{where} has neither image nor cameras")
-    image = None if case.image is None else _find_image(case.image, where, folder)
-    wrists = tuple(_find_image(one, where, folder) for one in case.wrist_images)
-    cameras = {name: _find_image(one, where, folder) for name, one in case.cameras.items()}
-    return replace(case, image=image, wrist_images=wrists, cameras=cameras)
+    return structs.replace(
+        case,
+        image=None if case.image is None else _find_image(case.image, where, folder),
+        wrist_images=tuple(_find_image(one, where, folder) for one in case.wrist_images),
+        cameras={name: _find_image(one, where, folder) for name, one in case.cameras.items()},
+    )
 
 
-def _find_image(name: Path, where: str, folder: Path) -> Path:
+def _find_image(name: str, where: str, folder: Path) -> str:
     """Paths may be relative to the file that names them."""
-    found = next((path for path in (name, folder / name) if path.exists()), None)
+    found = next((path for path in (Path(name), folder / name) if path.exists()), None)
     if found is None:
         raise PolicyError(f"{where}: image {name} does not exist")
-    return found
+    return str(found)

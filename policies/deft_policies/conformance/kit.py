@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,17 +22,8 @@ from numpy.typing import NDArray
 from deft_core.errors import WireError
 from deft_core.image_chain import ImageChain
 from deft_core.types import ActOptions, Image, Observation
-from deft_core.wire.fields import (
-    BINARY,
-    SENTENCE,
-    Kind,
-    ReadContext,
-    WireLimits,
-    list_of,
-    map_of,
-    number,
-    record_of,
-)
+from deft_core.wire.formats import WireFormat, decode
+from deft_core.wire.limits import WireLimits
 from deft_policies.base import ActRequest
 from deft_policies.benchmark.replay import ReplayFrame
 from deft_policies.conformance.report import Answer
@@ -47,12 +38,11 @@ from deft_policies.memory import SessionMemory
 from deft_policies.model.prompt import PromptTemplate
 from deft_policies.progress import counted
 
+T = TypeVar("T")
 NUM_FRAMES = 20
 SCRIPT = Path(__file__).parent / "own_code.py"
 _LINE_BYTES = 1 << 25  # of one answer: logits of 200,000 tokens are a megabyte
-_LIMITS = replace(
-    WireLimits(), max_bytes=_LINE_BYTES, max_trace_values=1 << 20, max_instruction_chars=1 << 16
-)
+_LIMITS = WireLimits(max_bytes=_LINE_BYTES)
 _TOLD_LINES = 12  # of what the other process wrote before it failed
 
 
@@ -69,8 +59,8 @@ class _AnswerLine:
     """An answer as the other process writes it."""
 
     ms: float
-    tokens: tuple[int, ...] | None
-    actions: tuple[tuple[float, ...], ...] | None
+    tokens: tuple[int, ...] | None = None
+    actions: tuple[tuple[float, ...], ...] | None = None
     logits: bytes | None = None
     passes: int | None = None
 
@@ -79,12 +69,6 @@ class _AnswerLine:
 class _ReadyLine:
     versions: Mapping[str, str] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
-
-
-_ANSWER: Kind[_AnswerLine] = record_of(
-    _AnswerLine, {"actions": list_of(list_of(number())), "logits": BINARY}
-)
-_READY: Kind[_ReadyLine] = record_of(_ReadyLine, {"versions": map_of(SENTENCE)})
 
 
 def choose_frames(model: Model, frames: Sequence[ReplayFrame]) -> list[ReplayFrame]:
@@ -111,7 +95,7 @@ def look_at(python: str, family: str) -> None:
     """Raise `PolicyError` unless an environment has what a family's own code needs."""
     with _started(python) as (process, complain):
         setup = {"only_look": True, "family": family}
-        missing = _exchange(process, setup, _READY, complain).missing
+        missing = _exchange(process, setup, _ReadyLine, complain).missing
     if missing:
         raise PolicyError(
             f"--against {python}: this environment has no {', '.join(missing)}, which the own code "
@@ -148,10 +132,10 @@ def ask_own_code(
 ) -> OwnAnswers:
     """Have another environment's interpreter answer the frames; raises `PolicyError`."""
     with _started(python) as (process, complain):
-        ready = _exchange(process, dict(setup), _READY, complain)
-        _exchange(process, lines[0], _ANSWER, complain)  # the first answer of a process is slow
+        ready = _exchange(process, dict(setup), _ReadyLine, complain)
+        _exchange(process, lines[0], _AnswerLine, complain)  # the first answer of a process is slow
         answers = [
-            _answer_of(_exchange(process, line, _ANSWER, complain))
+            _answer_of(_exchange(process, line, _AnswerLine, complain))
             for line in counted(lines, len(lines), "the model's own code", "frame")
         ]
     return OwnAnswers(tuple(answers), ready.versions)
@@ -288,9 +272,9 @@ def _started(python: str) -> Iterator[tuple["subprocess.Popen[bytes]", _Complain
 def _exchange(
     process: "subprocess.Popen[bytes]",
     line: Mapping[str, Any],
-    kind: Kind[Any],
+    kind: type[T],
     complain: _Complaints,
-) -> Any:
+) -> T:
     """Send a line, and read and check the one that answers it."""
     assert process.stdin is not None
     assert process.stdout is not None
@@ -304,6 +288,6 @@ def _exchange(
         process.kill()
         raise complain.error("the model's own code has ended without an answer")
     try:
-        return kind.read(json.loads(answered), "answer", ReadContext(_LIMITS, is_json=True))
-    except (ValueError, RecursionError, WireError) as error:
+        return decode(answered, kind, WireFormat.JSON, _LIMITS, "answer")
+    except WireError as error:
         raise complain.error(f"an answer cannot be used: {error}") from error

@@ -27,8 +27,8 @@ from deft_core.peers.openvla import (
     openvla_request,
 )
 from deft_core.types import ActionChunk
-from deft_core.wire.fields import ReadContext
-from deft_core.wire.json_codec import count_of
+from deft_core.wire.formats import count_of
+from deft_core.wire.limits import ReadContext
 from deft_core.wire.messages import ActMessage
 from deft_policies.errors import PolicyError
 from deft_server.compat.profiles import prepared, staying

@@ -22,8 +22,9 @@ from deft_core.peers.arrays import has_pictures, pack, read_name, unpack
 from deft_core.peers.conventions import ARM_DIMENSIONS, OPENPI, REALTIME, VLA_EVAL
 from deft_core.peers.openpi import openpi_request
 from deft_core.types import ActionChunk, ActOptions, ServerInfo
-from deft_core.wire.fields import ReadContext, brief
+from deft_core.wire.limits import ReadContext
 from deft_core.wire.messages import ActMessage
+from deft_core.wire.refusals import brief
 from deft_policies.errors import PolicyError
 from deft_server.compat.profiles import in_convention, prepared, staying
 from deft_server.compat.vla_eval import (
@@ -240,7 +241,7 @@ class _PeerSocket(RobotSocket):
             self.end_episode()
         if message.type is not MessageType.OBSERVATION:
             return None
-        payload: Mapping[str, object]
+        payload: dict[str, object]
         try:
             action = self._plan.next_action(message, arrived_s)
             if action is None:

@@ -14,11 +14,20 @@ from deft_core.errors import (
     Problem,
     UnusableValueError,
 )
-from deft_core.peers.arrays import check_camera_count, read_frame, read_state, read_text, take
+from deft_core.peers.arrays import (
+    check_camera_count,
+    decode_base64,
+    read_frame,
+    read_state,
+    read_text,
+    take,
+)
 from deft_core.types import ActionChunk, Image, Observation
-from deft_core.wire.fields import ReadContext, brief, decode_base64
+from deft_core.wire.codec import problem_fields
 from deft_core.wire.images import array_over
-from deft_core.wire.messages import ActMessage, problem_fields
+from deft_core.wire.limits import ReadContext
+from deft_core.wire.messages import ActMessage
+from deft_core.wire.refusals import brief
 
 _PICTURES = "base64_rgb"
 _MOST_HEADER = 1024  # bytes of a .npy file before its numbers

@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from deft_core.peers.openvla import NotAnObjectError, decode_json
 from deft_core.types import ActionChunk
-from deft_core.wire.fields import ReadContext
+from deft_core.wire.limits import ReadContext
 from deft_core.wire.messages import ActMessage
 from deft_policies.base import OnActions
 from deft_policies.errors import PolicyError

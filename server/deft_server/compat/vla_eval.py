@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Annotated
+
+from msgspec import Meta
 
 from deft_core.peers.arrays import (
     pack_with_text_keys,
@@ -13,7 +16,8 @@ from deft_core.peers.arrays import (
     take,
 )
 from deft_core.types import Observation
-from deft_core.wire.fields import Kind, ReadContext, as_map, record_of, unusable, whole, word
+from deft_core.wire.formats import convert
+from deft_core.wire.limits import ReadContext
 from deft_core.wire.messages import ActMessage
 
 PROTOCOL_VERSION = 1
@@ -35,8 +39,8 @@ class Message:
     """One frame. An answer carries the `seq` of what it answers."""
 
     type: MessageType
-    payload: Mapping[str, object]
-    seq: int
+    payload: dict[str, object]
+    seq: Annotated[int, Meta(ge=0)]
     timestamp: float
 
     def encode(self) -> bytes:
@@ -60,25 +64,7 @@ def looks_like_message(value: object) -> bool:
 
 def read_message(value: object) -> Message:
     """Return an unpacked frame as a message, or raise `WireError`."""
-    return _MESSAGE.read(as_map(value, "frame"), "", ReadContext())
-
-
-def _read_payload(value: object, where: str, context: ReadContext) -> Mapping[str, object]:
-    payload = as_map(value, where)
-    if not all(isinstance(name, str) for name in payload):
-        raise unusable(where, "a map with text keys", value)
-    return payload
-
-
-_MESSAGE = record_of(
-    Message,
-    {
-        "type": word(MessageType),
-        "payload": Kind(_read_payload, lambda limits: {"type": "object"}),
-        "seq": whole(low=0),
-    },
-    is_open=True,
-)
+    return convert(value, Message, name="frame")
 
 
 def vla_eval_request(payload: Mapping[str, object], context: ReadContext) -> ActMessage:

@@ -21,6 +21,7 @@ from itertools import groupby
 from operator import itemgetter
 from weakref import WeakKeyDictionary
 
+import msgspec
 from PIL import Image as pillow
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
@@ -29,7 +30,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from deft_core.reasoning import ACTION, Part, parse_reasoning, part_costs
 from deft_core.types import DecodeTrace, Image
-from deft_core.wire.messages import trace_fields
+from deft_core.wire.codec import sent_trace
 from deft_server.dashboard.history import (
     PICTURE_SIDE,
     TICK_S,
@@ -364,7 +365,7 @@ class Viewer:
         is_drawn = session.trace is not self._sent_trace and session.thought is None
         if is_drawn and session.trace is not None:
             self._sent_trace = session.trace
-            news["trace"] = trace_fields(session.trace)
+            news["trace"] = msgspec.to_builtins(sent_trace(session.trace))
         return news
 
 

@@ -5,7 +5,6 @@ files are `image`, and `camera.NAME` for each further camera, PNG or JPEG; texts
 the options by their names, and `state` as a JSON list.
 """
 
-from dataclasses import replace
 from email.message import Message
 from functools import partial
 from io import BytesIO
@@ -21,15 +20,16 @@ from deft_core.errors import (
     UnsupportedMessageError,
     UnusableValueError,
 )
-from deft_core.wire import json_codec, msgpack_codec
-from deft_core.wire.fields import ReadContext, WireLimits
-from deft_core.wire.json_codec import load
-from deft_core.wire.messages import REQUEST, ActMessage, ActMessages, has_pictures, read_request
+from deft_core.wire.codec import has_pictures, parse_request, read_request, read_requests
+from deft_core.wire.formats import WireFormat, check_bytes, convert, decode
+from deft_core.wire.limits import ReadContext, WireLimits
+from deft_core.wire.messages import ActMessage, ActMessages, ActRequest, ActRequests
 from deft_server.serving.bounds import DecodeThreads
 
 MAX_CONTENT_TYPE_CHARS = 256  # with the longest boundary there may be
 FORM = "multipart/form-data"
-_CONTENT_TYPES = (msgpack_codec.CONTENT_TYPE, json_codec.CONTENT_TYPE, FORM)
+MSGPACK, JSON = WireFormat.MSGPACK.value, WireFormat.JSON.value
+_CONTENT_TYPES = (MSGPACK, JSON, FORM)
 
 
 async def read_body(receive: Receive) -> bytes:
@@ -58,28 +58,35 @@ def decode_body(content_type: str, body: bytes, context: ReadContext) -> ActMess
     header = Message()
     header["content-type"] = content_type or "none/none"
     kind = header.get_content_type()
-    if kind == msgpack_codec.CONTENT_TYPE:
-        return read_request(msgpack_codec.unpack(body, limits), context)
-    if kind == json_codec.CONTENT_TYPE:
-        return read_request(load(body, limits), replace(context, is_json=True))
+    if kind in (MSGPACK, JSON):
+        wire_format = WireFormat(kind)
+        return _read(parse_request(body, wire_format, limits), wire_format, context)
     if kind != FORM:
         raise UnsupportedMessageError(
             "content-type", f"must be one of {', '.join(_CONTENT_TYPES)}; got {content_type[:80]!r}"
         )
-    msgpack_codec.check_bytes(body, limits)
+    check_bytes(body, limits.max_bytes)
     boundary = header.get_param("boundary")
     if not isinstance(boundary, str) or not boundary:
         raise MalformedMessageError("content-type", "multipart/form-data names no boundary")
     return decode_form(body, boundary, context)
 
 
+def _read(
+    request: ActRequest | ActRequests, wire_format: WireFormat, context: ReadContext
+) -> ActMessage | ActMessages:
+    if isinstance(request, ActRequests):
+        return read_requests(request, wire_format, context)
+    return read_request(request, context)
+
+
 def wants_msgpack(accept: str, content_type: str) -> bool:
     """Should the answer be msgpack? It is JSON otherwise."""
     accept = accept.lower()
-    if msgpack_codec.CONTENT_TYPE in accept:
+    if MSGPACK in accept:
         return True
     sent = content_type.partition(";")[0].strip().lower()
-    return sent == msgpack_codec.CONTENT_TYPE and json_codec.CONTENT_TYPE not in accept
+    return sent == MSGPACK and JSON not in accept
 
 
 async def decode_frame(
@@ -89,12 +96,12 @@ async def decode_frame(
 
     Raises `WireError`, or `OverloadedError` if too many wait for a thread.
     """
-    if content_type != msgpack_codec.CONTENT_TYPE:
+    if content_type != MSGPACK:
         return await threads.run(partial(decode_body, content_type, body, context))
-    entries = msgpack_codec.unpack(body, context.limits)
+    request = parse_request(body, WireFormat.MSGPACK, context.limits)
     del body  # what is in it was copied, and may have to wait for long
-    read = partial(read_request, entries, context)
-    return await threads.run(read) if has_pictures(entries) else read()
+    read = partial(_read, request, WireFormat.MSGPACK, context)
+    return await threads.run(read) if has_pictures(request) else read()
 
 
 CAMERA_PREFIX = "camera."
@@ -114,8 +121,7 @@ def decode_form(body: bytes, boundary: str, context: ReadContext) -> ActMessage:
             entries[name] = _picture(name, value)
         else:
             entries[name] = _option(name, value, context.limits)
-    # Bytes are bytes here, but the state is a JSON list.
-    return REQUEST.read({**entries, "cameras": cameras or None}, "", replace(context, is_json=True))
+    return read_request(convert({**entries, "cameras": cameras or None}, ActRequest), context)
 
 
 def read_parts(body: bytes, boundary: str) -> dict[str, str | bytes]:
@@ -162,9 +168,10 @@ def _picture(name: str, data: str | bytes) -> object:
 
 
 def _option(name: str, text: str, limits: WireLimits) -> object:
-    """Return what a text field stands for; `REQUEST` judges whether it may."""
+    """Return what a text field stands for; `ActRequest` judges whether it may."""
     if name == "state":
-        return load(text.encode("utf-8", "surrogateescape"), limits, name)
+        data = text.encode("utf-8", "surrogateescape")
+        return decode(data, object, WireFormat.JSON, limits, name)
     if name in ("trace", "reasoning", "log_probs", "notes"):
         if text.lower() not in _FLAGS:
             raise UnusableValueError(name, f"must be true or false, got {text[:24]!r}")

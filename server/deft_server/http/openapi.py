@@ -1,23 +1,24 @@
 """The request and response bodies of the OpenAPI document.
 
 The routes take raw bytes, because nothing may stand between a frame and its decoding; so what the
-bytes must be is added here, from the kinds that read them.
+bytes must be is added here, from the structs that they are decoded into.
 """
 
 from collections.abc import Collection
+from typing import Any
 
-from deft_core.wire.fields import SENTENCE, Json, WireLimits
-from deft_core.wire.messages import (
-    ANSWER,
-    ANSWERS,
-    INFO,
-    OPTIONS,
-    PROBLEM,
-    REQUEST,
-    REQUESTS,
-    RESET,
+import msgspec
+
+from deft_core.errors import Problem
+from deft_core.types import ServerInfo, StageTimings
+from deft_core.wire.limits import WireLimits
+from deft_core.wire.messages import ActAnswer, ActAnswers, ActRequest, ActRequests, Reset
+
+Json = dict[str, Any]
+_MESSAGES = (
+    *(ActRequest, ActRequests, ActAnswer, ActAnswers, StageTimings),
+    *(Reset, ServerInfo, Problem),
 )
-
 _ERRORS = {
     "400": "malformed message",
     "401": "API key needed",
@@ -112,19 +113,32 @@ def _content(schemas: dict[str, Json]) -> Json:
 
 
 def _schemas(limits: WireLimits) -> Json:
-    options = {name: kind.schema(limits) for name, kind in OPTIONS.items()}
-    form = {"image": _BINARY, "instruction": SENTENCE.schema(limits), "state": _TEXT, **options}
+    return {**_messages(limits), **_other_bodies()}
+
+
+def _messages(limits: WireLimits) -> Json:
+    """Return the schemas of our messages; msgspec does not see what a part left undecoded is."""
+    references = "#/components/schemas/{name}"
+    _, schemas = msgspec.json.schema_components(_MESSAGES, ref_template=references)
+    request = schemas["ActRequest"]["properties"]
+    request["instruction"]["maxLength"] = limits.max_instruction_chars
+    observations = schemas["ActRequests"]["properties"]["observations"]
+    observations["items"] = _reference("ActRequest")
+    observations["maxItems"] = limits.max_observations
+    either = {"anyOf": [_reference("ActAnswer"), _reference("Problem")]}
+    schemas["ActAnswers"]["properties"]["answers"]["items"] = either
+    schemas["ActAnswer"]["properties"]["timings"] = _reference("StageTimings")
+    fields = {name: field for name, field in request.items() if name != "cameras"}
+    fields |= {"image": _BINARY, "state": _TEXT}
+    return {**schemas, "ActForm": _object(fields, ("image", "instruction"), open_ended=True)}
+
+
+def _other_bodies() -> Json:
     array = {"__numpy__": _TEXT, "dtype": _TEXT, "shape": {"type": "array", "items": _COUNT}}
     legacy = {"image": _object(array, tuple(array)), "instruction": _TEXT, "unnorm_key": _TEXT}
     return {
         "Anything": {},
         "LegacyAct": _object(legacy, ("image", "instruction"), open_ended=True),
-        "ActRequest": REQUEST.schema(limits),
-        "ActRequests": REQUESTS.schema(limits),
-        "ActForm": _object(form, ("image", "instruction"), open_ended=True),
-        "ActAnswer": ANSWER.schema(limits),
-        "ActAnswers": ANSWERS.schema(limits),
-        "Reset": RESET.schema(limits),
         "WasReset": _object({"existed": {"type": "boolean"}}, ("existed",)),
         "Ended": _object({"ended": _COUNT}, ("ended",)),
         "RecordingSwitch": _object({"on": {"type": "boolean"}}, ("on",)),
@@ -133,8 +147,6 @@ def _schemas(limits: WireLimits) -> Json:
             ("is_on", "reason"),
             open_ended=True,
         ),
-        "ServerInfo": INFO.schema(limits),
-        "Problem": PROBLEM.schema(limits),
     }
 
 

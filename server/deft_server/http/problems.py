@@ -11,7 +11,7 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 
 from deft_core.errors import Problem
-from deft_core.wire.json_codec import encode_problem
+from deft_core.wire.codec import encode_problem
 from deft_policies.errors import NoActionError
 from deft_server.errors import UNEXPECTED, PolicyFailedError, kind_of
 from deft_server.serving.access import current_request_id

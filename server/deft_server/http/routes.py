@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from dataclasses import replace
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 from fastapi import APIRouter
@@ -23,9 +22,15 @@ from starlette.types import Message, Receive, Scope, Send
 
 from deft_core.errors import MalformedMessageError, Problem, WireError
 from deft_core.types import ActionChunk, ServerInfo
-from deft_core.wire import json_codec, msgpack_codec
-from deft_core.wire.fields import ReadContext
-from deft_core.wire.json_codec import decode_reset, encode_info, encode_problem
+from deft_core.wire.codec import (
+    decode_reset,
+    encode_answer,
+    encode_answers,
+    encode_info,
+    encode_problem,
+)
+from deft_core.wire.formats import WireFormat
+from deft_core.wire.limits import ReadContext
 from deft_core.wire.messages import ActMessage, ActMessages
 from deft_server.errors import CallerGoneError
 from deft_server.http.frame_bodies import decode_frame, read_body, wants_msgpack
@@ -91,16 +96,16 @@ def build_act_route(service: Service) -> PlainRoute:
         content_type = request.headers.get("content-type", "")
         caller = caller_of(request.scope)
         as_msgpack = wants_msgpack(request.headers.get("accept", ""), content_type)
-        codec = msgpack_codec if as_msgpack else json_codec
+        wire_format = WireFormat.MSGPACK if as_msgpack else WireFormat.JSON
 
         async def answer() -> bytes:
             await service.admit(caller)
             context = ReadContext(limits, hold=exchange_of(request.scope).hold)
             asked = await decode_frame(service.threads, context, content_type, received.pop())
-            return await _answered(service, asked, request, arrived_s, codec)
+            return await _answered(service, asked, request, arrived_s, wire_format)
 
         content = await CallerWatch(request.receive).run(answer())
-        return Response(content, media_type=codec.CONTENT_TYPE)
+        return Response(content, media_type=wire_format.value)
 
     return PlainRoute("/v1/act", act, methods=["POST"])
 
@@ -110,17 +115,13 @@ async def _answered(
     asked: ActMessage | ActMessages,
     connection: HTTPConnection,
     arrived_s: float,
-    codec: ModuleType,
+    wire_format: WireFormat,
 ) -> bytes:
-    """Return the answer to an observation, or those to several, which may share a batch.
-
-    `codec` is the module of the encoding that the caller wants.
-    """
+    """Return the answer to an observation, or those to several, which may share a batch."""
     caller = caller_of(connection.scope)
     if isinstance(asked, ActMessage):
         chunk = await service.act(asked.observation, asked.options, caller, arrived_s)
-        one: bytes = codec.encode_answer(chunk, asked.id)
-        return one
+        return encode_answer(chunk, asked.id, wire_format)
 
     async def answer(message: ActMessage | WireError, is_admitted: bool) -> ActionChunk | Problem:
         try:
@@ -137,8 +138,7 @@ async def _answered(
     answering = [answer(message, number == 0) for number, message in enumerate(asked.each)]
     answers = await asyncio.gather(*answering)
     ids = [one.id if isinstance(one, ActMessage) else None for one in asked.each]
-    several: bytes = codec.encode_answers(answers, ids, asked.id)
-    return several
+    return encode_answers(answers, ids, asked.id, wire_format)
 
 
 def build_router(
@@ -158,7 +158,7 @@ def build_router(
         """Say what is served: policy, action dimension, statistics keys, image size, decoding."""
         served = service.info
         shown = replace(served, details={**served.details, **conventions(served)})
-        return Response(encode_info(shown), media_type=json_codec.CONTENT_TYPE)
+        return Response(encode_info(shown), media_type=WireFormat.JSON.value)
 
     async def reset_all() -> Response:
         """End every session of every caller; for administrators."""
@@ -280,9 +280,10 @@ class _Stream(RobotSocket):
     async def answer(self, data: bytes, arrived_s: float) -> bytes:
         await self.service.admit(self.caller)
         threads, context = self.service.threads, self.read_context()
-        asked = await decode_frame(threads, context, msgpack_codec.CONTENT_TYPE, data)
+        wire_format = WireFormat.MSGPACK
+        asked = await decode_frame(threads, context, wire_format.value, data)
         del data
-        return await _answered(self.service, asked, self.connection, arrived_s, msgpack_codec)
+        return await _answered(self.service, asked, self.connection, arrived_s, wire_format)
 
     async def tell(self, problem: Problem) -> None:
         await self.send({"type": "websocket.send", "text": encode_problem(problem).decode()})

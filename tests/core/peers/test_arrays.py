@@ -12,7 +12,7 @@ from deft_core.errors import (
     WireError,
 )
 from deft_core.peers.arrays import pack, read_frame, unpack
-from deft_core.wire.fields import ReadContext, WireLimits
+from deft_core.wire.limits import ReadContext, WireLimits
 from deft_server.compat.vla_eval import MessageType, looks_like_message, read_message
 from tests.core.peers.captures import frame, frames
 

@@ -12,7 +12,7 @@ from deft_core.errors import WireError
 from deft_core.peers.arrays import unpack
 from deft_core.peers.openpi import openpi_request
 from deft_core.peers.openvla import decode_act_body, oft_request, openvla_request
-from deft_core.wire.fields import ReadContext
+from deft_core.wire.limits import ReadContext
 from deft_server.compat.vla_eval import read_message, vla_eval_request
 from tests.core.peers.captures import act_captures, frames
 from tests.core.peers.mutations import mutate

@@ -17,7 +17,7 @@ from deft_core.peers.openvla import (
     decode_json,
     encode_reply,
 )
-from deft_core.wire.fields import WireLimits
+from deft_core.wire.limits import WireLimits
 from tests.core.peers.captures import act_capture
 
 

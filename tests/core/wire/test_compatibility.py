@@ -6,20 +6,18 @@ import numpy as np
 import pytest
 
 from deft_core.types import ActOptions
-from deft_core.wire import json_codec, msgpack_codec
+from deft_core.wire import codec
+from deft_core.wire.formats import WireFormat
 
 pytestmark = pytest.mark.promise
 
 MESSAGES = Path(__file__).parents[2] / "golden" / "wire_v1"
-CODECS = [
-    pytest.param(msgpack_codec, "msgpack", id="msgpack"),
-    pytest.param(json_codec, "json", id="json"),
-]
+FORMATS = [(WireFormat.MSGPACK, "msgpack"), (WireFormat.JSON, "json")]
 
 
-@pytest.mark.parametrize(("codec", "suffix"), CODECS)
-def test_a_request_of_version_1_is_understood(codec, suffix) -> None:
-    message = codec.decode_request((MESSAGES / f"request.{suffix}").read_bytes())
+@pytest.mark.parametrize(("wire_format", "suffix"), FORMATS)
+def test_a_request_of_version_1_is_understood(wire_format, suffix) -> None:
+    message = codec.decode_request((MESSAGES / f"request.{suffix}").read_bytes(), wire_format)
     frame = (np.arange(60) * 3 % 256).astype(np.uint8).reshape(4, 5, 3)
     np.testing.assert_array_equal(message.observation.image, frame)
     np.testing.assert_array_equal(message.observation.cameras["wrist"], frame[::-1])
@@ -28,9 +26,9 @@ def test_a_request_of_version_1_is_understood(codec, suffix) -> None:
     assert message.options == ActOptions("arm-1", 80.0, "libero_object", "lossless", 3, True)
 
 
-@pytest.mark.parametrize(("codec", "suffix"), CODECS)
-def test_an_answer_of_version_1_is_understood(codec, suffix) -> None:
-    chunk = codec.decode_answer((MESSAGES / f"answer.{suffix}").read_bytes())
+@pytest.mark.parametrize(("wire_format", "suffix"), FORMATS)
+def test_an_answer_of_version_1_is_understood(wire_format, suffix) -> None:
+    chunk = codec.decode_answer((MESSAGES / f"answer.{suffix}").read_bytes(), wire_format)
     np.testing.assert_array_equal(chunk.actions, np.linspace(-1, 1, 14).reshape(2, 7))
     assert (chunk.timings.queue_ms, chunk.timings.total_ms) == (0.5, 12.0)
     assert chunk.trace is not None

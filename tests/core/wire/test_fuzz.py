@@ -3,6 +3,7 @@
 import contextlib
 import json
 from collections.abc import Callable
+from functools import partial
 
 import msgpack
 import PIL.Image
@@ -11,28 +12,29 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deft_core.errors import WireError
-from deft_core.wire import json_codec, msgpack_codec
+from deft_core.wire import codec
+from deft_core.wire.codec import decode_info, decode_problem, decode_reset
+from deft_core.wire.formats import WireFormat
 from deft_core.wire.images import ImageEncoding, decode_image
-from deft_core.wire.json_codec import decode_info, decode_problem, decode_reset
 from tests.core.samples import frame, full_answer, full_message, saved
 
 FUZZ = settings(
     max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
 )
 DECODERS: list[Callable[[bytes], object]] = [
-    msgpack_codec.decode_request,
-    msgpack_codec.decode_answer,
-    json_codec.decode_request,
-    json_codec.decode_answer,
+    *(partial(codec.decode_request, wire_format=one) for one in WireFormat),
+    *(partial(codec.decode_answer, wire_format=one) for one in WireFormat),
+    codec.decode_answers,
+    codec.message_id,
     decode_reset,
     decode_info,
     lambda data: decode_problem(500, data),
 ]
 MESSAGES = [
-    *(msgpack_codec.encode_request(full_message(), encoding) for encoding in ImageEncoding),
-    msgpack_codec.encode_answer(full_answer()),
-    json_codec.encode_request(full_message()),
-    json_codec.encode_answer(full_answer()),
+    *(codec.encode_request(full_message(), encoding) for encoding in ImageEncoding),
+    codec.encode_answer(full_answer()),
+    codec.encode_request(full_message(), wire_format=WireFormat.JSON),
+    codec.encode_answer(full_answer(), wire_format=WireFormat.JSON),
 ]
 PICTURES = [
     saved(PIL.Image.fromarray(frame(9, 8)).convert(mode), kind)
@@ -99,7 +101,7 @@ def test_messages_of_any_structure_are_read_or_refused_with_a_wire_error(tree):
 def test_sound_messages_with_replaced_fields_are_read_or_refused_with_a_wire_error(changes):
     sound = msgpack.unpackb(MESSAGES[0])
     read_with_all(msgpack.packb({**sound, **changes}, unicode_errors="surrogatepass"))
-    answer = msgpack.unpackb(msgpack_codec.encode_answer(full_answer()))
+    answer = msgpack.unpackb(codec.encode_answer(full_answer()))
     read_with_all(msgpack.packb({**answer, "trace": {**answer["trace"], **changes}}))
     read_with_all(json.dumps({**json.loads(MESSAGES[-2]), **changes}, default=str).encode())
 
@@ -115,4 +117,4 @@ def test_every_prefix_of_a_message_is_refused():
     data = MESSAGES[0]
     for end in range(0, len(data), 7):
         with pytest.raises(WireError):
-            msgpack_codec.decode_request(data[:end])
+            codec.decode_request(data[:end])

@@ -11,7 +11,6 @@ import PIL.Image
 import pytest
 
 from deft_core.errors import MessageTooLargeError, UnsupportedMessageError, UnusableValueError
-from deft_core.wire.fields import WireLimits
 from deft_core.wire.images import (
     LARGE_ONES_TURN,
     LARGE_PIXELS,
@@ -22,6 +21,7 @@ from deft_core.wire.images import (
     decode_image,
     encode_image,
 )
+from deft_core.wire.limits import WireLimits
 from tests.core.samples import frame, saved
 
 pytestmark = pytest.mark.promise

@@ -17,7 +17,7 @@ from deft_client.settings import ClientSettings, Timeouts
 from deft_core.errors import DeftError, MessageTooLargeError
 from deft_core.peers.openvla import encode_array, oft_fields, openvla_fields
 from deft_core.types import Observation, ServerInfo
-from deft_core.wire.fields import WireLimits
+from deft_core.wire.limits import WireLimits
 from deft_libero.errors import PeerAnswerError, SelectionError
 from deft_libero.policies.peers import OpenPiPolicy, OpenVlaPolicy
 from deft_libero.policies.source import PROFILES, ProfilePolicy, check_chain, resize_with_pad

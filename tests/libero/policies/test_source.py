@@ -8,7 +8,7 @@ from deft_client.errors import ServerUnreachableError, problem_error
 from deft_client.settings import Retries
 from deft_core.errors import DeftError, Problem
 from deft_core.types import ActOptions, Observation
-from deft_core.wire.fields import WireLimits
+from deft_core.wire.limits import WireLimits
 from deft_libero.evaluation.player import Player
 from deft_libero.evaluation.point_world import SUITE, find_suite, open_environment
 from deft_libero.evaluation.runs import RunConfig

@@ -1,7 +1,6 @@
 """How likely the model was to write its tokens, whatever method found them."""
 
 from collections.abc import Sequence
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -9,7 +8,8 @@ import torch
 from numpy.typing import NDArray
 
 from deft_core.types import ActionChunk, ActOptions, LogProbs, Observation
-from deft_core.wire import json_codec, msgpack_codec
+from deft_core.wire import codec
+from deft_core.wire.formats import WireFormat
 from deft_policies import tiny_libero as bundle
 from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.commands.act import load_image
@@ -109,7 +109,8 @@ def test_log_probabilities_are_absent_where_nobody_asks() -> None:
     assert answer.chunk.log_probs is None
 
 
-@pytest.mark.parametrize("codec", [json_codec, msgpack_codec])
-def test_log_probabilities_reach_the_client(codec: ModuleType) -> None:
+@pytest.mark.parametrize("wire_format", WireFormat)
+def test_log_probabilities_reach_the_client(wire_format: WireFormat) -> None:
     chunk = ActionChunk(np.zeros((1, 7)), log_probs=LogProbs((-0.5, -2.25), 0.7, "vocabulary"))
-    assert codec.decode_answer(codec.encode_answer(chunk)).log_probs == chunk.log_probs
+    data = codec.encode_answer(chunk, wire_format=wire_format)
+    assert codec.decode_answer(data, wire_format).log_probs == chunk.log_probs

@@ -66,7 +66,7 @@ def test_no_statistics_at_all_names_both_places(tmp_path: Path) -> None:
     [
         ({"q99": [1.0]}, "action.q01 is missing"),
         ({"q01": [0.0], "q99": [1.0, 2.0]}, "one length"),
-        ({"q01": [0.0], "q99": ["x"]}, "must be a number"),
+        ({"q01": [0.0], "q99": ["x"]}, "must be a finite number"),
         ({"q01": [0.0], "q99": [1.0], "mask": [1]}, "must be true or false"),
         ({"q01": [float("nan")], "q99": [1.0]}, "finite"),
     ],

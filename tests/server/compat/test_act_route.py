@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 
 from deft_core.image_chain import ImageChain
 from deft_core.peers.openvla import ActBody, decode_act_body
-from deft_core.wire.fields import WireLimits
+from deft_core.wire.limits import WireLimits
 from deft_server.compat import act_route
 from deft_server.compat.act_route import ERRORS_HEADER, REASON_HEADER
 from deft_server.errors import OverloadedError

@@ -14,7 +14,8 @@ import pytest
 from PIL import Image
 
 from deft_core.types import ActOptions, Observation
-from deft_core.wire import msgpack_codec
+from deft_core.wire import codec
+from deft_core.wire.formats import WireFormat
 from deft_core.wire.messages import ActMessage
 from deft_server.app import DeftApp, create_app
 from deft_server.settings import Settings
@@ -64,8 +65,8 @@ def robots(address: str) -> Iterator[None]:
             ActOptions(session_id=session_id, decoding="relaxed"),
         )
         body, headers = (
-            msgpack_codec.encode_request(message),
-            {"content-type": msgpack_codec.CONTENT_TYPE},
+            codec.encode_request(message),
+            {"content-type": WireFormat.MSGPACK.value},
         )
         with httpx2.Client() as client:
             while not stop.wait(0.05):

@@ -15,7 +15,8 @@ from starlette.testclient import WebSocketTestSession
 from starlette.websockets import WebSocketDisconnect
 
 from deft_core.types import ActOptions, Image, Observation
-from deft_core.wire import msgpack_codec
+from deft_core.wire import codec
+from deft_core.wire.formats import WireFormat
 from deft_core.wire.messages import ActMessage
 from deft_server.app import DeftApp, create_app
 from deft_server.dashboard import pages
@@ -50,8 +51,8 @@ def act(
     message = ActMessage(frame, ActOptions(session_id=session_id))
     return client.post(
         "/v1/act",
-        content=msgpack_codec.encode_request(message),
-        headers={"content-type": msgpack_codec.CONTENT_TYPE, **(headers or {})},
+        content=codec.encode_request(message),
+        headers={"content-type": WireFormat.MSGPACK.value, **(headers or {})},
     )
 
 
@@ -248,7 +249,7 @@ def test_a_robot_does_not_get_the_trace_it_did_not_ask_for(client: TestClient) -
     with client.websocket_connect("/dashboard/feed") as socket:
         socket.send_text("{}")
         news(socket, "overview")
-        assert msgpack_codec.decode_answer(act(client).content).trace is None
+        assert codec.decode_answer(act(client).content).trace is None
 
 
 def test_a_viewer_may_watch_another_session(client: TestClient) -> None:

@@ -11,7 +11,7 @@ from deft_core.errors import (
     WireError,
 )
 from deft_core.types import ActOptions
-from deft_core.wire.fields import ReadContext
+from deft_core.wire.limits import ReadContext
 from deft_core.wire.messages import ActMessage
 from deft_server.http.frame_bodies import decode_form
 from tests.core.samples import frame, saved
@@ -80,7 +80,7 @@ def test_options_left_empty_are_options_left_out():
             "deadline_ms",
         ),
         ({"instruction": "lift", "trace": "maybe"}, {"image": PNG}, UnusableValueError, "trace"),
-        ({"instruction": "lift", "state": "[NaN]"}, {"image": PNG}, UnusableValueError, "state"),
+        ({"instruction": "lift", "state": "[NaN]"}, {"image": PNG}, MalformedMessageError, "state"),
         (
             {"instruction": "lift", "state": "0.5, 1"},
             {"image": PNG},

@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from starlette.types import Message
 
 from deft_core.types import ActOptions, Observation
-from deft_core.wire import json_codec, msgpack_codec
+from deft_core.wire import codec
+from deft_core.wire.formats import WireFormat
 from deft_core.wire.images import ImageEncoding, encode_image
 from deft_core.wire.messages import ActMessage
 from deft_server.app import DeftApp, create_app
@@ -46,8 +47,10 @@ def form() -> bytes:
 SEEN = Observation(frame(8).image, "lift the cup", {"wrist": frame(4).image})
 ASKED = ActMessage(SEEN, ActOptions("a", None, "constant", "constant", 3, True))
 BODIES = {
-    msgpack_codec.CONTENT_TYPE: [msgpack_codec.encode_request(ASKED, one) for one in ImageEncoding],
-    json_codec.CONTENT_TYPE: [json_codec.encode_request(ASKED, one) for one in ImageEncoding],
+    WireFormat.MSGPACK.value: [codec.encode_request(ASKED, one) for one in ImageEncoding],
+    WireFormat.JSON.value: [
+        codec.encode_request(ASKED, one, wire_format=WireFormat.JSON) for one in ImageEncoding
+    ],
     f"multipart/form-data; boundary={BOUNDARY}": [form()],
 }
 
@@ -133,7 +136,7 @@ def test_no_damaged_frame_is_the_streams_fault():
                 return {"type": "websocket.disconnect", "code": 1000}
             if number == 0:
                 return {"type": "websocket.connect"}
-            body = mutate(rng.choice(BODIES[msgpack_codec.CONTENT_TYPE]), rng)
+            body = mutate(rng.choice(BODIES[WireFormat.MSGPACK.value]), rng)
             return {"type": "websocket.receive", "bytes": body}
 
         async def send(message: Message) -> None:

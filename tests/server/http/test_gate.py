@@ -11,9 +11,9 @@ import pytest
 from starlette.types import Message
 
 from deft_core.errors import UnsupportedMessageError
-from deft_core.wire import msgpack_codec
-from deft_core.wire.fields import ReadContext
+from deft_core.wire import codec
 from deft_core.wire.images import ImageEncoding
+from deft_core.wire.limits import ReadContext
 from deft_core.wire.messages import ActMessage
 from deft_policies.constant import ConstantPolicy
 from deft_server.app import DeftApp, create_app
@@ -96,7 +96,7 @@ async def test_a_picture_whose_caller_hung_up_is_not_decoded():
     """The policy answers at once, but the threads that decode may be busy with others for long."""
     gate = threading.Event()
     hold = partial(gate.wait, PATIENCE_S)
-    body = msgpack_codec.encode_request(ActMessage(frame()), ImageEncoding.PNG)
+    body = codec.encode_request(ActMessage(frame()), ImageEncoding.PNG)
     async with _started() as app:
         threads = app.service.threads
         busy = [asyncio.ensure_future(threads.run(hold)) for _ in range(NUM_THREADS)]

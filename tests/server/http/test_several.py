@@ -13,7 +13,8 @@ from deft_client.errors import OverloadedError, RefusedRequestError
 from deft_client.settings import ClientSettings
 from deft_core.errors import UnusableValueError
 from deft_core.types import ActionChunk, ActOptions
-from deft_core.wire import json_codec, msgpack_codec
+from deft_core.wire import codec
+from deft_core.wire.formats import WireFormat
 from deft_core.wire.images import ImageEncoding
 from deft_core.wire.messages import ActMessage
 from deft_server.app import create_app
@@ -21,7 +22,7 @@ from deft_server.settings import Settings
 from tests.server.running import client_of, running
 from tests.standins.policies import MSGPACK, FakePolicy, PickyPolicy, frame, packed
 
-JSON = {"content-type": json_codec.CONTENT_TYPE}
+JSON = {"content-type": WireFormat.JSON.value}
 
 
 @pytest.fixture
@@ -55,10 +56,8 @@ def post(client: TestClient, *observations: object) -> list[dict[str, object]]:
 
 def test_each_of_several_observations_is_answered_in_its_own_session_and_place(client: TestClient):
     client.post("/v1/act", content=packed(ActOptions(session_id="arm-1")), headers=MSGPACK)
-    body = msgpack_codec.encode_requests(asked(3))
-    answers = msgpack_codec.decode_answers(
-        client.post("/v1/act", content=body, headers=MSGPACK).content
-    )
+    body = codec.encode_requests(asked(3))
+    answers = codec.decode_answers(client.post("/v1/act", content=body, headers=MSGPACK).content)
     counts = [one.actions[0, 0] for one in answers if isinstance(one, ActionChunk)]
     assert counts == [1, 2, 1]  # the fake counts the frames of a session
 
@@ -69,7 +68,11 @@ def test_several_observations_go_to_the_policy_together(client: TestClient, poli
 
 
 def test_json_is_taken_and_answered_as_well(client: TestClient):
-    one = json.loads(json_codec.encode_request(ActMessage(frame(), id="mine")))
+    one = json.loads(
+        codec.encode_request(
+            ActMessage(frame(), id="mine"), ImageEncoding.PNG, wire_format=WireFormat.JSON
+        )
+    )
     body = {"v": 1, "id": "all", "observations": [one, {**one, "statistics_key": "nope"}]}
     said = client.post("/v1/act", json=body).json()
     assert (said["v"], said["id"]) == (1, "all")
@@ -115,8 +118,8 @@ def test_two_of_one_session_are_not_taken(client: TestClient):
 @pytest.mark.parametrize(
     ("message", "status", "field"),
     [
-        ({"observations": []}, 400, "observations"),
-        ({"observations": {"a": 1}}, 400, "observations"),
+        ({"observations": []}, 422, "observations"),
+        ({"observations": {"a": 1}}, 422, "observations"),
         ({"observations": [fields()] * 33}, 413, "observations"),
         ({"observations": [fields()], "deadline_ms": 5}, 400, "deadline_ms"),
         ({"v": 2, "observations": [fields()]}, 415, "v"),
@@ -133,7 +136,7 @@ def test_a_message_that_cannot_be_read_is_refused_whole(
 def test_pictures_of_a_message_share_one_frames_pixels():
     settings = Settings(max_image_pixels=100)
     messages = [ActMessage(frame(8), ActOptions(session_id=name)) for name in "ab"]
-    body = msgpack_codec.encode_requests(messages, encoding=ImageEncoding.PNG)
+    body = codec.encode_requests(messages, encoding=ImageEncoding.PNG)
     with client_of(create_app(FakePolicy(), settings)) as client:
         first, second = msgpack.unpackb(
             client.post("/v1/act", content=body, headers=MSGPACK).content
@@ -153,10 +156,10 @@ def test_the_stream_takes_several_observations_and_repeats_the_id_of_the_message
     client: TestClient,
 ):
     with client.websocket_connect("/v1/stream") as socket:
-        socket.send_bytes(msgpack_codec.encode_requests(asked(2), "m-1"))
+        socket.send_bytes(codec.encode_requests(asked(2), "m-1"))
         answer = socket.receive_bytes()
-    assert msgpack_codec.message_id(answer) == "m-1"
-    assert len(msgpack_codec.decode_answers(answer)) == 2
+    assert codec.message_id(answer) == "m-1"
+    assert len(codec.decode_answers(answer)) == 2
 
 
 @pytest.mark.parametrize("kind", [PolicyClient, StreamClient])

@@ -8,7 +8,7 @@ import pytest
 from starlette.testclient import WebSocketTestSession
 
 from deft_core.types import ActOptions
-from deft_core.wire import msgpack_codec
+from deft_core.wire import codec
 from deft_core.wire.images import ImageEncoding
 from deft_core.wire.messages import ActMessage
 from deft_policies.errors import DeviceError
@@ -31,7 +31,7 @@ def socket() -> Iterator[WebSocketTestSession]:
 
 
 def count(socket: WebSocketTestSession) -> float:
-    return float(msgpack_codec.decode_answer(socket.receive_bytes()).actions[0, 0])
+    return float(codec.decode_answer(socket.receive_bytes()).actions[0, 0])
 
 
 def test_frames_are_answered_one_after_the_other(socket: WebSocketTestSession):
@@ -42,8 +42,8 @@ def test_frames_are_answered_one_after_the_other(socket: WebSocketTestSession):
 
 def test_the_answer_repeats_the_id_of_its_frame(socket: WebSocketTestSession):
     for sent in ("one", None, "three"):
-        socket.send_bytes(msgpack_codec.encode_request(ActMessage(frame(), id=sent)))
-        assert msgpack_codec.message_id(socket.receive_bytes()) == sent
+        socket.send_bytes(codec.encode_request(ActMessage(frame(), id=sent)))
+        assert codec.message_id(socket.receive_bytes()) == sent
 
 
 def test_frames_sent_early_are_answered_in_order(socket: WebSocketTestSession):
@@ -78,7 +78,7 @@ def test_text_frames_are_refused(socket: WebSocketTestSession):
 
 
 def test_pictures_are_taken_as_well_as_raw_pixels(socket: WebSocketTestSession):
-    socket.send_bytes(msgpack_codec.encode_request(ActMessage(frame(32)), ImageEncoding.JPEG))
+    socket.send_bytes(codec.encode_request(ActMessage(frame(32)), ImageEncoding.JPEG))
     assert count(socket) == 1
 
 

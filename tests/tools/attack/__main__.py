@@ -26,7 +26,8 @@ import httpx
 import numpy as np
 
 from deft_core.types import ActOptions, Observation
-from deft_core.wire import msgpack_codec
+from deft_core.wire import codec
+from deft_core.wire.formats import WireFormat
 from deft_core.wire.images import ImageEncoding
 from deft_core.wire.messages import ActMessage
 from scripts.local_server import local_server, port_of, read_metric
@@ -155,8 +156,8 @@ def _watched(url: str, tls: ssl.SSLContext | None) -> Iterator[Noticed]:
     noticed, ended = Noticed(), threading.Event()
     image = np.random.default_rng(0).integers(0, 255, (128, 128, 3), np.uint8)
     message = ActMessage(Observation(image, "lift"), ActOptions(session_id="bystander"))
-    frame = msgpack_codec.encode_request(message, ImageEncoding.PNG)
-    headers = {"content-type": msgpack_codec.CONTENT_TYPE}
+    frame = codec.encode_request(message, ImageEncoding.PNG)
+    headers = {"content-type": WireFormat.MSGPACK.value}
     robot, probe = (
         httpx.Client(base_url=url, verify=tls or True, timeout=PATIENCE_S) for _ in range(2)
     )

@@ -62,9 +62,9 @@ def answers(
     """As `deft act` writes them; frames with an instruction in common are a session."""
     cases = [
         Case(
-            GOLDEN / one["images"][0],
             one["instruction"] if instruction is None else instruction,
-            tuple(GOLDEN / name for name in one["images"][1:]),
+            str(GOLDEN / one["images"][0]),
+            tuple(str(GOLDEN / name) for name in one["images"][1:]),
             statistics_key=one["statistics_key"],
             session_id=None if instruction is None else "session",
             max_tokens=one["max_new_tokens"],
