@@ -51,8 +51,7 @@ class Request:
     # The queue notes:
     due_s: float = 0.0  # the deadline, or when a frame without one has waited long enough
     started_s: float = 0.0
-    done_s: float = 0.0  # how much of it is done, in seconds that it would have taken alone
-    shared_s: float = 0.0  # the sum over time of how many frames shared its rounds
+    num_at_start: int = 0  # how many frames of its kind, itself among them, then shared the rounds
     queue_s: float = 0.0  # how long it waited, once it is answered
     # The policy's rounds note:
     outcome: Outcome | None = None  # None where it was cut
@@ -88,7 +87,7 @@ class Request:
         return self.has_deadline and not self.is_text
 
     @property
-    def alike(self) -> str:
+    def timing_key(self) -> str:
         """The name of the frames that take as long as this one: those of its flow and kind."""
         return f"{self.flow} text" if self.is_text else self.flow
 

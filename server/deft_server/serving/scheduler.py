@@ -41,7 +41,6 @@ class Scheduler:
         self.on_loaded: Callable[[HostedPolicy], None] = lambda _: None
         self.on_ready: Callable[[], None] = lambda: None
         self.on_fatal: Callable[[ServerPhase], None] = lambda _: None
-        self._admission = self.queue.admission
         self._answers: dict[Request, asyncio.Future[ActionChunk]] = {}  # that callers wait for
         self._new_host = new_host
         self._settings = settings
@@ -54,9 +53,9 @@ class Scheduler:
         self._restart: asyncio.TimerHandle | None = None
         self._telling: asyncio.TimerHandle | None = None
         metrics.waiting.set_function(lambda: len(self.queue))
-        metrics.in_flight.set_function(lambda: len(self._admission.in_flight))
-        metrics.max_batch.set_function(lambda: self._admission.max_batch)
-        metrics.replicas.set_function(lambda: self._admission.num_replicas if self.policy else 0)
+        metrics.in_flight.set_function(lambda: len(self.queue.in_flight))
+        metrics.max_batch.set_function(lambda: self.queue.max_batch)
+        metrics.replicas.set_function(lambda: self.queue.num_replicas if self.policy else 0)
 
     @property
     def num_waiting(self) -> int:
@@ -66,7 +65,7 @@ class Scheduler:
     @property
     def num_batches_waiting(self) -> float:
         """How many batches could be made of the frames that wait."""
-        return len(self.queue) / self._admission.max_batch
+        return len(self.queue) / self.queue.max_batch
 
     def start(self) -> None:
         """Begin to load the policy; call on the event loop."""
@@ -95,7 +94,7 @@ class Scheduler:
     async def submit(self, request: Request) -> ActionChunk:
         """Queue a frame and wait for its answer; cancelling takes it out of the queue."""
         now_s = time.monotonic()
-        superseded = self.queue.offer(request, now_s)
+        superseded = self.queue.enqueue(request, now_s)
         if superseded is not None:
             self._deliver(superseded, SupersededFrameError("the session sent a newer frame"))
         timers = []
@@ -118,14 +117,14 @@ class Scheduler:
 
     def forget(self, flow: str) -> None:
         """Refuse the frame that a session has waiting, because the session was reset."""
-        request = self.queue.forget(flow)
+        request = self.queue.remove_session(flow)
         if request is not None:
             error = SupersededFrameError("the session was reset while this waited")
             self._deliver(request, error)
 
     async def close(self) -> None:
         """Refuse what still waits and end the policy thread, unless it hangs."""
-        is_idle = not self._admission.in_flight
+        is_idle = not self.queue.in_flight
         self._fail_all(NotReadyError("the server is stopping"))
         self._hang_watch.stop()
         for timer in (self._restart, self._telling):
@@ -147,8 +146,8 @@ class Scheduler:
             logger.error("the policy does not fit the settings: %s", error)
             self.policy_broken(host, error)
             return
-        self._admission.num_replicas = num_replicas
-        self._admission.joins_midway = policy.joins_midway
+        self.queue.num_replicas = num_replicas
+        self.queue.joins_midway = policy.joins_midway
         if not num_replicas:
             self._readiness.enter(ServerPhase.LOADING, "no replica is running")
             self._fail_waiting(NotReadyError("no replica is running"))
@@ -187,7 +186,7 @@ class Scheduler:
                 and request.num_tries == 1
                 and (request.outcome or request.deadline_s <= now_s)
             )
-            self._admission.finish(request, now_s, request.service_s if is_measure else None)
+            self.queue.finish(request, now_s, request.service_s if is_measure else None)
             if request.outcome is not None:
                 request.queue_s = max(0.0, now_s - request.service_s - request.arrived_s)
                 self._deliver(request, request.outcome)
@@ -238,11 +237,11 @@ class Scheduler:
 
     def _fail_all(self, error: Exception) -> None:
         self._fail_waiting(error)
-        for request in self._admission.in_flight:
+        for request in self.queue.in_flight:
             self._deliver(request, error)
 
     def _fail_waiting(self, error: Exception) -> None:
-        for request in self.queue.frames:
+        for request in self.queue.waiting:
             self.queue.remove(request)
             self._deliver(request, error)
 
@@ -253,10 +252,10 @@ class Scheduler:
         if not failures and self._settings.log_batches:
             for request in ended:
                 logger.info("a batch of %d took %.3f ms", request.size, request.service_s * 1000)
-        before = self._admission.max_batch
-        self._admission.limit_batches(failures)
-        if self._admission.max_batch != before:
-            logger.warning("batches now have at most %d frames", self._admission.max_batch)
+        before = self.queue.max_batch
+        self.queue.limit_batches(failures)
+        if self.queue.max_batch != before:
+            logger.warning("batches now have at most %d frames", self.queue.max_batch)
         has_answered = any(isinstance(one.outcome, ActAnswer) for one in ended)
         # A batch counts once, however many of its frames fail again.
         has_failed = any(one.kind in ("raised", "device") and not one.is_retry for one in failures)
@@ -265,14 +264,14 @@ class Scheduler:
 
     def _watch(self) -> None:
         """Have every round end in time."""
-        if self._admission.in_flight:
+        if self.queue.in_flight:
             self._hang_watch.restart(self._host)
         else:
             self._hang_watch.stop()
 
     def _hang(self) -> None:
         """Leave a policy behind that does not come back."""
-        size, after_s = len(self._admission.in_flight), self._settings.hang_after_s
+        size, after_s = len(self.queue.in_flight), self._settings.hang_after_s
         detail = f"a batch of {size} took over {after_s:g} s"
         logger.error("the policy hangs: %s", detail)
         self._metrics.policy_failures.labels("hang").inc()
@@ -291,8 +290,8 @@ class Scheduler:
         self.policy = None
         self._readiness.enter(ServerPhase.LOADING, f"again, because {reason}")
         self._fail_all(NotReadyError(f"the policy is lost: {reason}", max(1.0, pause_s)))
-        for request in list(self._admission.in_flight):
-            self._admission.finish(request, now_s)
+        for request in list(self.queue.in_flight):
+            self.queue.finish(request, now_s)
         self._hang_watch.stop()
         if self._readiness.phase is not ServerPhase.DRAINING:
             self._restart = self._loop.call_later(pause_s, self.start)

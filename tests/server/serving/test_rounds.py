@@ -390,7 +390,7 @@ class SteppedTraffic(RuleBasedStateMachine):
         self.unlucky: set[str] = set()  # who was in a round that was to fail
         self.rounds = Rounds(self.policy)
         self.queue = FrameQueue(max_batch=PLACES, max_waiting=64)
-        self.queue.admission.joins_midway = True
+        self.queue.joins_midway = True
         self.now_s = 100.0
         self.flying: list[Request] = []
         self.joining: list[Request] = []
@@ -399,7 +399,7 @@ class SteppedTraffic(RuleBasedStateMachine):
 
     @rule(flow=strategies.sampled_from("abcdef"), num_rounds=strategies.integers(1, 5))
     def send(self, flow: str, num_rounds: int) -> None:
-        self.queue.offer(asked(f"{num_rounds} of {flow}", self.sessions[flow]), self.now_s)
+        self.queue.enqueue(asked(f"{num_rounds} of {flow}", self.sessions[flow]), self.now_s)
         self.start()
 
     def start(self) -> None:
@@ -424,7 +424,7 @@ class SteppedTraffic(RuleBasedStateMachine):
 
     @rule(flow=strategies.sampled_from("abcdef"))
     def send_poison(self, flow: str) -> None:
-        self.queue.offer(asked(f"3 poison of {flow}", self.sessions[flow]), self.now_s)
+        self.queue.enqueue(asked(f"3 poison of {flow}", self.sessions[flow]), self.now_s)
         self.start()
 
     @precondition(lambda self: self.num_faults < 2)  # more could hit one frame again and again
@@ -442,7 +442,7 @@ class SteppedTraffic(RuleBasedStateMachine):
         assert len(self.policy.rounds) <= num_rounds + 1
         for one in ended:
             self.flying.remove(one)
-            self.queue.admission.finish(one, self.now_s, one.service_s)
+            self.queue.finish(one, self.now_s, one.service_s)
             if one.outcome is None:
                 assert one in self.dropped
                 continue
@@ -459,7 +459,7 @@ class SteppedTraffic(RuleBasedStateMachine):
     def every_place_is_taken_that_can_be(self) -> None:
         flows = {one.flow for one in self.flying}
         assert len(flows) == len(self.flying) <= PLACES
-        could_go = {one.flow for one in self.queue.frames} - flows
+        could_go = {one.flow for one in self.queue.waiting} - flows
         assert not could_go or len(self.flying) == PLACES
         assert self.rounds.num_running == len(self.flying) - len(self.joining)
         assert len(self.policy.left) <= self.rounds.num_running
