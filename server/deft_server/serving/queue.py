@@ -13,7 +13,7 @@ from collections.abc import Collection, Hashable, Sequence
 from itertools import count
 
 from deft_server.errors import DeadlineError, OverloadedError
-from deft_server.serving.request import FailedCall, Request
+from deft_server.serving.frame import FailedCall, QueuedFrame
 
 RESERVED_FRACTION = 1 / 8  # of the queue, for frames with a deadline and callers with none waiting
 NUM_RECENT = 9  # answers of a kind, from which the time of the next one is estimated
@@ -42,13 +42,13 @@ class FrameQueue:
         self.max_batch = max_batch  # as memory allows now
         self.num_replicas = num_replicas
         self.joins_midway = False  # whether frames may join while others are on their way
-        self.in_flight: list[Request] = []  # the oldest first
+        self.in_flight: list[QueuedFrame] = []  # the oldest first
         self._configured_batch = max_batch
         self._num_good_rounds = 0
         self._max_waiting = max_waiting
         self._patience_s = patience_s
-        self._waiting: dict[Request, None] = {}  # in the order of arrival
-        self._waiting_of_session: dict[str, Request] = {}  # by flow
+        self._waiting: dict[QueuedFrame, None] = {}  # in the order of arrival
+        self._waiting_of_session: dict[str, QueuedFrame] = {}  # by flow
         self._owner_turns = Turns()
         self._flow_turns = Turns()
         self._times = ServiceTimes()
@@ -58,7 +58,7 @@ class FrameQueue:
         return len(self._waiting)
 
     @property
-    def waiting(self) -> list[Request]:
+    def waiting(self) -> list[QueuedFrame]:
         """The waiting frames, in the order of arrival."""
         return list(self._waiting)
 
@@ -75,23 +75,23 @@ class FrameQueue:
             num_free -= num_free % self.max_batch
         return min(num_free, self.max_batch)
 
-    def enqueue(self, frame: Request, now_s: float) -> Request | None:
+    def enqueue(self, frame: QueuedFrame, now_s: float) -> QueuedFrame | None:
         """Add a frame, and return the waiting frame of its session, which it replaces.
 
         The newer frame takes over the due time of the older one if that is earlier. A frame without
-        a deadline is due `patience_s` from now. A frame with `stays_until_s` may overfill the
+        a deadline is due `patience_s` from now. A frame with `overfills_until_s` may overfill the
         queue: its caller could not try again.
 
         Raises `DeadlineError` if the frame would be late even if it went next and alone, and
         `OverloadedError` if the queue is full.
         """
-        if frame.is_hurried:
+        if frame.has_priority:
             self._last_action_s = now_s
         if not self._can_be_in_time(frame, self.next_free_s(now_s), now_s):
             raise DeadlineError("cannot be answered in time; nothing was computed")
         older = self._waiting_of_session.get(frame.flow) if frame.is_session else None
-        has_place = older is not None and older.stays_until_s is None
-        if not has_place and frame.stays_until_s is None and self._is_full_for(frame):
+        has_place = older is not None and older.overfills_until_s is None
+        if not has_place and frame.overfills_until_s is None and self._is_full_for(frame):
             raise self.refusal(now_s)
         frame.due_s = frame.deadline_s if frame.has_deadline else now_s + self._patience_s
         if older is not None:
@@ -102,17 +102,17 @@ class FrameQueue:
             self._waiting_of_session[frame.flow] = frame
         return older
 
-    def _is_full_for(self, frame: Request) -> bool:
-        """Other owners' frames with `stays_until_s` are not counted."""
+    def _is_full_for(self, frame: QueuedFrame) -> bool:
+        """Other owners' frames with `overfills_until_s` are not counted."""
         num_counted = sum(
-            one.stays_until_s is None or one.owner == frame.owner for one in self._waiting
+            one.overfills_until_s is None or one.owner == frame.owner for one in self._waiting
         )
         num_reserved = 0
         if not frame.has_deadline and any(one.owner == frame.owner for one in self._waiting):
             num_reserved = int(self._max_waiting * RESERVED_FRACTION)
         return num_counted >= self._max_waiting - num_reserved
 
-    def next_batch(self, now_s: float) -> tuple[list[Request], list[Request]]:
+    def next_batch(self, now_s: float) -> tuple[list[QueuedFrame], list[QueuedFrame]]:
         """Take out the frames that go to the policy now, and those that are too late for it.
 
         Ask again until none go: other replicas may be free.
@@ -126,7 +126,7 @@ class FrameQueue:
         expired = [one for one in self._waiting if not self._can_be_in_time(one, now_s, now_s)]
         for frame in expired:
             self.remove(frame)
-        chosen: list[Request] = []
+        chosen: list[QueuedFrame] = []
         held_up: set[bool] = set()  # kinds, by `is_text`
         while len(chosen) < num_free and (frame := self._next(held_up, now_s)):
             if self._fits(frame, now_s):
@@ -138,7 +138,7 @@ class FrameQueue:
             frame.num_at_start = len(self._in_flight_like(frame))
         return chosen, expired
 
-    def _next(self, held_up: Collection[bool], now_s: float) -> Request | None:
+    def _next(self, held_up: Collection[bool], now_s: float) -> QueuedFrame | None:
         """Return the waiting frame whose turn it is. A session has one frame with the policy."""
         busy = {one.flow for one in self.in_flight if one.is_session}
         may_start_text = self._may_start_text(now_s)
@@ -151,14 +151,14 @@ class FrameQueue:
         ]
         return min(ready, key=lambda one: self._turn(one, now_s), default=None)
 
-    def _start(self, frame: Request, now_s: float) -> None:
+    def _start(self, frame: QueuedFrame, now_s: float) -> None:
         self.remove(frame)
         self._owner_turns.note(frame.owner)
         self._flow_turns.note(frame.flow)
         self.in_flight.append(frame)
         frame.started_s = now_s
 
-    def _turn(self, frame: Request, now_s: float) -> tuple[int, bool, int, float]:
+    def _turn(self, frame: QueuedFrame, now_s: float) -> tuple[int, bool, int, float]:
         """Return what orders frames: the least goes first.
 
         Of one owner, frames that are due within `patience_s`, or that waited so long, go before the
@@ -174,10 +174,10 @@ class FrameQueue:
             return True
         return sum(one.is_text for one in self.in_flight) < max(1, self.num_places // 2)
 
-    def _in_flight_like(self, frame: Request) -> list[Request]:
+    def _in_flight_like(self, frame: QueuedFrame) -> list[QueuedFrame]:
         return [one for one in self.in_flight if one.is_text == frame.is_text]
 
-    def _fits(self, frame: Request, now_s: float) -> bool:
+    def _fits(self, frame: QueuedFrame, now_s: float) -> bool:
         """Whether all would be in time if a frame joined those in flight, and sooner for it.
 
         Frames without a deadline join each other always.
@@ -194,7 +194,7 @@ class FrameQueue:
         is_sooner = not alone_s or expected_s <= MAX_BATCH_COST * one_by_one_s
         return is_sooner and expected_s < shortest_s
 
-    def _expected_together_s(self, frame: Request, num_frames: int, now_s: float) -> float:
+    def _expected_together_s(self, frame: QueuedFrame, num_frames: int, now_s: float) -> float:
         """Return what one of so many frames takes, or of fewer if so many were not tried lately."""
         for size in range(math.ceil(num_frames / self.num_replicas), 1, -1):
             known_s = self._times.estimate((frame.is_text, size), now_s - FORGET_BATCH_S)
@@ -202,7 +202,7 @@ class FrameQueue:
                 return known_s
         return self._times.estimate((frame.is_text, 1))
 
-    def _can_be_in_time(self, frame: Request, start_s: float, now_s: float) -> bool:
+    def _can_be_in_time(self, frame: QueuedFrame, start_s: float, now_s: float) -> bool:
         """Whether a frame would be answered before its deadline, if it started then and alone.
 
         Both its own flow's last answers and all last ones must speak against it, so that nobody is
@@ -214,7 +214,7 @@ class FrameQueue:
         expected_s = min(self._times.estimate(frame.timing_key), usual_s)
         return start_s + expected_s < frame.deadline_s
 
-    def finish(self, frame: Request, now_s: float, service_s: float | None = None) -> None:
+    def finish(self, frame: QueuedFrame, now_s: float, service_s: float | None = None) -> None:
         """Free a frame's place; `service_s` is what it took, if that was measured.
 
         A frame that was cut at its deadline would have taken longer.
@@ -246,7 +246,7 @@ class FrameQueue:
                 self._num_good_rounds = 0
                 self.max_batch += 1
 
-    def remove(self, frame: Request) -> bool:
+    def remove(self, frame: QueuedFrame) -> bool:
         """Take a frame out, and return whether it still waited."""
         if frame not in self._waiting:
             return False
@@ -255,7 +255,7 @@ class FrameQueue:
             del self._waiting_of_session[frame.flow]
         return True
 
-    def remove_session(self, flow: str) -> Request | None:
+    def remove_session(self, flow: str) -> QueuedFrame | None:
         """Take out the waiting frame of a session that was reset, and return it."""
         frame = self._waiting_of_session.get(flow)
         if frame is not None:
@@ -282,7 +282,7 @@ class FrameQueue:
             return now_s
         return max(now_s, min(one.started_s + self._expected_s(one) for one in self.in_flight))
 
-    def _expected_s(self, frame: Request) -> float:
+    def _expected_s(self, frame: QueuedFrame) -> float:
         """Return what a frame's flow takes, or what is usual where nothing is known of the flow."""
         times = self._times
         return times.estimate(frame.timing_key) or times.estimate(frame.is_text)

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 
 from deft_server.errors import DeadlineError, OverloadedError
+from deft_server.serving.frame import QueuedFrame
 from deft_server.serving.queue import FORGET_BATCH_S, FRESH_S, MAX_REMEMBERED, FrameQueue
-from deft_server.serving.request import Request
 from tests.server.serving.queued import numbers, queued
 
 pytestmark = pytest.mark.promise
@@ -16,27 +16,27 @@ pytestmark = pytest.mark.promise
 RULES = {"max_batch": 2, "max_waiting": 6, "patience_s": 0.2}
 
 
-def queue_with(*frames: Request) -> FrameQueue:
+def queue_with(*frames: QueuedFrame) -> FrameQueue:
     queue = FrameQueue(**RULES)
     for frame in frames:
         queue.enqueue(frame, frame.arrived_s)
     return queue
 
 
-def start(queue: FrameQueue, now_s: float) -> list[Request]:
+def start(queue: FrameQueue, now_s: float) -> list[QueuedFrame]:
     chosen, _ = queue.next_batch(now_s)
     assert chosen
     return chosen
 
 
 def finish(
-    queue: FrameQueue, batch: list[Request], now_s: float, service_s: float | None = None
+    queue: FrameQueue, batch: list[QueuedFrame], now_s: float, service_s: float | None = None
 ) -> None:
     for frame in batch:
         queue.finish(frame, now_s, service_s)
 
 
-def busy_queue(service_s: float = 0.02, at_s: float = 0.0) -> tuple[FrameQueue, list[Request]]:
+def busy_queue(service_s: float = 0.02, at_s: float = 0.0) -> tuple[FrameQueue, list[QueuedFrame]]:
     """Return a queue with one frame in flight, whose policy is known to take `service_s`."""
     queue = queue_with(queued(1000, "first", at_s))
     finish(queue, start(queue, at_s), at_s, service_s)
@@ -185,7 +185,9 @@ def test_a_lone_session_never_waits_for_company():
 def test_a_staying_frame_takes_no_place_from_other_owners():
     queue = queue_with(*(queued(n, f"s{n}", 0.0, owner="new") for n in range(6)))
     for number in (10, 11):
-        stays = queued(number, "old", 0.0, is_session=False, stays_until_s=9.0, owner="old client")
+        stays = queued(
+            number, "old", 0.0, is_session=False, overfills_until_s=9.0, owner="old client"
+        )
         queue.enqueue(stays, 0.0)
     with pytest.raises(OverloadedError):
         queue.enqueue(queued(12, "s12", 0.0, owner="new"), 0.0)
@@ -197,7 +199,7 @@ def test_a_staying_frame_takes_no_place_from_other_owners():
 
 def test_an_owner_whose_frames_stay_has_no_room_for_one_that_does_not():
     queue = queue_with(
-        *(queued(n, "one", 0.0, is_session=False, stays_until_s=9.0) for n in range(6))
+        *(queued(n, "one", 0.0, is_session=False, overfills_until_s=9.0) for n in range(6))
     )
     with pytest.raises(OverloadedError):
         queue.enqueue(queued(10, "one", 0.0, is_session=False), 0.0)
@@ -261,7 +263,7 @@ def test_the_time_until_there_is_room_follows_the_measured_service_time():
     assert math.isclose(queue.clears_in_s(0.005), 0.015 + 2 * 0.02)
 
 
-def answered(queue: FrameQueue, frame: Request, service_s: float) -> float:
+def answered(queue: FrameQueue, frame: QueuedFrame, service_s: float) -> float:
     """Have one frame answered alone; return when that was."""
     queue.enqueue(frame, frame.arrived_s)
     batch = start(queue, frame.arrived_s)

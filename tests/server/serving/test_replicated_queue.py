@@ -5,13 +5,13 @@ import math
 import pytest
 
 from deft_server.errors import DeadlineError
+from deft_server.serving.frame import QueuedFrame
 from deft_server.serving.queue import FrameQueue
-from deft_server.serving.request import Request
 from tests.server.serving.queued import numbers, queued
 from tests.server.serving.test_queue import finish, start
 
 
-def replicated(num_replicas: int, *frames: Request) -> FrameQueue:
+def replicated(num_replicas: int, *frames: QueuedFrame) -> FrameQueue:
     queue = FrameQueue(max_batch=1, max_waiting=6, num_replicas=num_replicas)
     for frame in frames:
         queue.enqueue(frame, frame.arrived_s)
