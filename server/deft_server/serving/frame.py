@@ -51,7 +51,8 @@ class QueuedFrame:
     # Set by the queue:
     due_s: float = 0.0  # the deadline, or when a frame without one has waited long enough
     started_s: float = 0.0
-    num_at_start: int = 0  # frames of its kind in flight at its start, itself included
+    done_s: float = 0.0  # how much of it is done, in seconds that it would have taken alone
+    shared_s: float = 0.0  # the sum over time of how many frames shared its rounds
     queue_s: float = 0.0  # waiting time, set when it is answered
     # Set by the policy's rounds:
     outcome: Outcome | None = None  # None where it was cut

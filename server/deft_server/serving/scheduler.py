@@ -38,6 +38,7 @@ class Scheduler:
         self.policy: HostedPolicy | None = None
         patience_s = settings.patience_ms / 1000
         self.queue = FrameQueue(settings.max_batch, settings.max_waiting, patience_s)
+        self._admission = self.queue.admission
         self.on_loaded: Callable[[HostedPolicy], None] = lambda _: None
         self.on_ready: Callable[[], None] = lambda: None
         self.on_fatal: Callable[[ServerPhase], None] = lambda _: None
@@ -53,9 +54,9 @@ class Scheduler:
         self._restart: asyncio.TimerHandle | None = None
         self._progress_log: asyncio.TimerHandle | None = None
         metrics.waiting.set_function(lambda: len(self.queue))
-        metrics.in_flight.set_function(lambda: len(self.queue.in_flight))
-        metrics.max_batch.set_function(lambda: self.queue.max_batch)
-        metrics.replicas.set_function(lambda: self.queue.num_replicas if self.policy else 0)
+        metrics.in_flight.set_function(lambda: len(self._admission.in_flight))
+        metrics.max_batch.set_function(lambda: self._admission.max_batch)
+        metrics.replicas.set_function(lambda: self._admission.num_replicas if self.policy else 0)
 
     @property
     def num_waiting(self) -> int:
@@ -65,7 +66,7 @@ class Scheduler:
     @property
     def num_batches_waiting(self) -> float:
         """How many batches could be made of the frames that wait."""
-        return len(self.queue) / self.queue.max_batch
+        return len(self.queue) / self._admission.max_batch
 
     def start(self) -> None:
         """Begin to load the policy; call on the event loop."""
@@ -126,7 +127,7 @@ class Scheduler:
 
     async def close(self) -> None:
         """Refuse the waiting frames and end the policy thread, unless it hangs."""
-        is_idle = not self.queue.in_flight
+        is_idle = not self._admission.in_flight
         self._fail_all(NotReadyError("the server is stopping"))
         self._hang_watch.stop()
         for timer in (self._restart, self._progress_log):
@@ -148,8 +149,8 @@ class Scheduler:
             logger.error("the policy does not fit the settings: %s", error)
             self.policy_broken(host, error)
             return
-        self.queue.num_replicas = num_replicas
-        self.queue.joins_midway = policy.joins_midway
+        self._admission.num_replicas = num_replicas
+        self._admission.joins_midway = policy.joins_midway
         if not num_replicas:
             self._readiness.enter(ServerPhase.LOADING, "no replica is running")
             self._fail_waiting(NotReadyError("no replica is running"))
@@ -188,7 +189,7 @@ class Scheduler:
                 and frame.num_tries == 1
                 and (frame.outcome or frame.deadline_s <= now_s)
             )
-            self.queue.finish(frame, now_s, frame.service_s if is_measure else None)
+            self._admission.finish(frame, now_s, frame.service_s if is_measure else None)
             if frame.outcome is not None:
                 frame.queue_s = max(0.0, now_s - frame.service_s - frame.arrived_s)
                 self._deliver(frame, frame.outcome)
@@ -239,7 +240,7 @@ class Scheduler:
 
     def _fail_all(self, error: Exception) -> None:
         self._fail_waiting(error)
-        for frame in self.queue.in_flight:
+        for frame in self._admission.in_flight:
             self._deliver(frame, error)
 
     def _fail_waiting(self, error: Exception) -> None:
@@ -254,10 +255,10 @@ class Scheduler:
         if not failures and self._settings.log_batches:
             for frame in ended:
                 logger.info("a batch of %d took %.3f ms", frame.size, frame.service_s * 1000)
-        before = self.queue.max_batch
-        self.queue.limit_batches(failures)
-        if self.queue.max_batch != before:
-            logger.warning("batches now have at most %d frames", self.queue.max_batch)
+        before = self._admission.max_batch
+        self._admission.limit_batches(failures)
+        if self._admission.max_batch != before:
+            logger.warning("batches now have at most %d frames", self._admission.max_batch)
         has_answered = any(isinstance(one.outcome, ActAnswer) for one in ended)
         # A batch counts once, however many of its frames fail again.
         has_failed = any(one.kind in ("raised", "device") and not one.is_retry for one in failures)
@@ -266,14 +267,14 @@ class Scheduler:
 
     def _watch_for_hang(self) -> None:
         """Watch the round that runs now, if any."""
-        if self.queue.in_flight:
+        if self._admission.in_flight:
             self._hang_watch.restart(self._host)
         else:
             self._hang_watch.stop()
 
     def _handle_hang(self) -> None:
         """Abandon a policy that does not return: load it again or stop, as `on_hang` says."""
-        size, after_s = len(self.queue.in_flight), self._settings.hang_after_s
+        size, after_s = len(self._admission.in_flight), self._settings.hang_after_s
         detail = f"a batch of {size} took over {after_s:g} s"
         logger.error("the policy hangs: %s", detail)
         self._metrics.policy_failures.labels("hang").inc()
@@ -292,8 +293,8 @@ class Scheduler:
         self.policy = None
         self._readiness.enter(ServerPhase.LOADING, f"again, because {reason}")
         self._fail_all(NotReadyError(f"the policy is lost: {reason}", max(1.0, pause_s)))
-        for frame in list(self.queue.in_flight):
-            self.queue.finish(frame, now_s)
+        for frame in list(self._admission.in_flight):
+            self._admission.finish(frame, now_s)
         self._hang_watch.stop()
         if self._readiness.phase is not ServerPhase.DRAINING:
             self._restart = self._loop.call_later(pause_s, self.start)

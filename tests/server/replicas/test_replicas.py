@@ -226,7 +226,7 @@ def test_a_stepped_replica_has_a_place_for_each_frame_of_a_batch():
             asyncio.create_task(service.act(frame(instruction=f"{rounds} rounds"), one, CALLER))
             for rounds, one in zip((200, 1, 1), options, strict=True)
         ]
-        await until(lambda: len(service.scheduler.queue.in_flight) == 2)
+        await until(lambda: len(service.scheduler.queue.admission.in_flight) == 2)
         assert policy.turnstile is not None
         while not (asked[1].done() and asked[2].done()):
             policy.turnstile.release()
@@ -571,7 +571,7 @@ def test_a_callers_hang_up_reaches_the_replica_and_frees_its_place():
         gone = asyncio.create_task(service.act(shown, options, CALLER))
         await until(lambda: replica.num_frames == 1)
         gone.cancel()
-        await until(lambda: not service.scheduler.queue.in_flight)
+        await until(lambda: not service.scheduler.queue.admission.in_flight)
         await until(lambda: replica.num_frames == 0)
         assert policy.turnstile is not None
         policy.turnstile.release(5)
@@ -593,9 +593,9 @@ def test_a_hang_up_before_the_frame_was_sent_frees_its_place_too():
         await asyncio.sleep(0)  # one has its place and is about to be sent
         for call in calls:
             call.cancel()
-        await until(lambda: not service.scheduler.queue.in_flight)
+        await until(lambda: not service.scheduler.queue.admission.in_flight)
         await ask(service, "d")
         await service.close()
-        return len(service.scheduler.queue.in_flight)
+        return len(service.scheduler.queue.admission.in_flight)
 
     assert asyncio.run(story()) == 0

@@ -45,7 +45,7 @@ class Fleet:
         self, robots: Sequence[Robot], price: Price, max_batch: int = 8, seed: int = 0
     ) -> None:
         self.queue = FrameQueue(max_batch=max_batch)
-        self.queue.joins_midway = True
+        self.queue.admission.joins_midway = True
         self.fates = {one.name: Counter[str]() for one in robots}
         self.most_texts = 0
         self._robots = robots
@@ -139,4 +139,4 @@ class Fleet:
                 continue
             del self._left[frame]
             self._end(frame, "late" if is_over else "answered")
-            self.queue.finish(frame, now_s, now_s - frame.started_s)
+            self.queue.admission.finish(frame, now_s, now_s - frame.started_s)

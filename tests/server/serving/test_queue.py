@@ -7,8 +7,9 @@ from collections import Counter
 import pytest
 
 from deft_server.errors import DeadlineError, OverloadedError
+from deft_server.serving.admission import ConcurrencyLimit
 from deft_server.serving.frame import QueuedFrame
-from deft_server.serving.queue import FORGET_BATCH_S, FRESH_S, MAX_REMEMBERED, FrameQueue
+from deft_server.serving.queue import FrameQueue
 from tests.server.serving.queued import numbers, queued
 
 pytestmark = pytest.mark.promise
@@ -33,7 +34,7 @@ def finish(
     queue: FrameQueue, batch: list[QueuedFrame], now_s: float, service_s: float | None = None
 ) -> None:
     for frame in batch:
-        queue.finish(frame, now_s, service_s)
+        queue.admission.finish(frame, now_s, service_s)
 
 
 def busy_queue(service_s: float = 0.02, at_s: float = 0.0) -> tuple[FrameQueue, list[QueuedFrame]]:
@@ -243,9 +244,8 @@ def test_one_slow_batch_does_not_lock_everybody_out():
     finish(queue, start(queue, 0.0), 5.0, 5.0)
     with pytest.raises(DeadlineError):
         queue.enqueue(queued(2, "a", 5.5, deadline_s=5.7), 5.5)
-    later_s = 5.0 + 1.1 * FRESH_S
-    queue.enqueue(queued(3, "a", later_s, deadline_s=later_s + 0.2), later_s)
-    assert numbers(start(queue, later_s)) == [3]
+    queue.enqueue(queued(3, "a", 6.5, deadline_s=6.7), 6.5)
+    assert numbers(start(queue, 6.5)) == [3]
 
 
 def test_a_reset_takes_the_waiting_frame_out():
@@ -296,7 +296,7 @@ def test_a_flow_that_was_slow_once_is_tried_again_though_others_go_on():
 
 def test_joining_frames_leave_no_place_empty():
     queue = queue_with(queued(1, "a", 0.0))
-    queue.joins_midway = True
+    queue.admission.joins_midway = True
     first = start(queue, 0.0)
     for number in (2, 3):
         queue.enqueue(queued(number, f"s{number}", 0.0), 0.0)
@@ -305,72 +305,15 @@ def test_joining_frames_leave_no_place_empty():
     assert numbers(start(queue, 0.01)) == [3]
 
 
-def test_a_batch_that_made_its_frames_late_is_not_tried_again_soon() -> None:
-    queue, now_s = FrameQueue(max_batch=4), 0.0
-    queue.joins_midway = True
-
-    def offer(number: int) -> None:
-        queue.enqueue(queued(number, f"s{number}", now_s, now_s + 0.1), now_s)
-
-    offer(0)
-    finish(queue, start(queue, now_s), now_s + 0.03, 0.03)
-    for number in (1, 2):
-        offer(number)
-    together = start(queue, now_s)
-    assert numbers(together) == [1, 2]
-    now_s += 0.1
-    finish(queue, together, now_s, 0.1)  # cut at their deadlines
-    for number in (3, 4):
-        offer(number)
-    alone = start(queue, now_s)
-    assert numbers(alone) == [3]
-    assert queue.next_batch(now_s) == ([], [])
-    finish(queue, alone, now_s + 0.03, 0.03)
-    now_s += 1.01 * FORGET_BATCH_S
-    for number in (5, 6):
-        offer(number)
-    _, expired = queue.next_batch(now_s)
-    assert numbers(expired) == [4]
-    assert numbers(queue.in_flight) == [5, 6]
-
-
-def test_a_frame_joins_no_batch_whose_others_it_would_make_late() -> None:
-    queue = FrameQueue(max_batch=4)
-    queue.joins_midway = True
-    for number in (0, 1):
-        queue.enqueue(queued(number, f"s{number}", 0.0, 9.0), 0.0)
-    finish(queue, start(queue, 0.0), 0.1, 0.1)
-    queue.enqueue(queued(2, "tight", 1.0, 1.05), 1.0)
-    first = start(queue, 1.0)
-    queue.enqueue(queued(3, "patient", 1.01, 9.0), 1.01)
-    assert queue.next_batch(1.01) == ([], [])
-    finish(queue, first, 1.03, 0.03)
-    assert numbers(start(queue, 1.03)) == [3]
-
-
-def test_one_slow_frame_does_not_change_what_is_expected() -> None:
-    queue, now_s = FrameQueue(), 0.0
-    for number, seconds in enumerate((0.02, 0.02, 3.0, 0.02, 0.02)):
-        now_s = answered(queue, queued(number, "a", now_s), seconds)
-    queue.enqueue(queued(9, "a", now_s, now_s + 0.03), now_s)
-
-
-def test_a_cut_frame_counts_only_if_it_took_longer_than_was_expected() -> None:
-    queue = FrameQueue()
-    now_s = answered(queue, queued(0, "a", 0.0), 0.02)
-    for seconds, expected_s in ((0.01, 0.02), (0.3, 0.02), (0.3, 0.3), (0.3, 0.3)):
-        cut = queued(1, "a", now_s, now_s + seconds)
-        queue.in_flight.append(cut)
-        queue.finish(cut, now_s + seconds, seconds)
-        assert queue.clears_in_s(now_s) == 0
-        queue.enqueue(queued(2, "a", now_s), now_s)
-        assert queue.clears_in_s(now_s) == pytest.approx(expected_s)
-        queue.remove_session("a")
-
-
-def test_what_is_remembered_is_bounded() -> None:
-    queue = FrameQueue()
-    for number in range(MAX_REMEMBERED + 100):
-        answered(queue, queued(number, f"s{number}", number, owner=f"o{number}"), 0.01)
-    assert len(queue._times) <= MAX_REMEMBERED
-    assert len(queue._owner_turns) == len(queue._flow_turns) == MAX_REMEMBERED
+def test_fewer_go_together_after_one_missed_its_deadline_in_company() -> None:
+    limit = ConcurrencyLimit(8)
+    limit.note(1.0, is_late=True)
+    assert limit.value == 8  # alone it would have been late, too
+    limit.note(4.0, is_late=True)
+    assert 2 < limit.value < 3
+    for _ in range(20):
+        limit.note(4.0, is_late=True)
+    assert limit.value == 1
+    for _ in range(500):
+        limit.note(1.0, is_late=False)
+    assert limit.value == 8

@@ -78,7 +78,7 @@ class Traffic(RuleBasedStateMachine):
     @rule()
     def start(self) -> None:
         num_free = RULES["max_batch"] * self.num_replicas - len(self.flying)
-        was_busy = num_free < (1 if self.queue.joins_midway else RULES["max_batch"])
+        was_busy = num_free < (1 if self.queue.admission.joins_midway else RULES["max_batch"])
         aloft = {one.flow for one in self.flying if one.is_session}
         chosen, expired = self.queue.next_batch(self.now_s)
         for frame in expired:
@@ -110,7 +110,9 @@ class Traffic(RuleBasedStateMachine):
     ) -> None:
         self.now_s += service_s
         frame = self.flying.pop(data.draw(strategies.integers(0, len(self.flying) - 1)))
-        self.queue.finish(frame, self.now_s, service_s if was_answered_in_one_go else None)
+        self.queue.admission.finish(
+            frame, self.now_s, service_s if was_answered_in_one_go else None
+        )
 
     @precondition(lambda self: self.waiting)
     @rule(data=strategies.data())
@@ -124,14 +126,14 @@ class Traffic(RuleBasedStateMachine):
         assert self.num_bound() <= RULES["max_waiting"]
         sessions = [one.flow for one in self.waiting.values() if one.is_session]
         assert len(sessions) == len(set(sessions))
-        flying = [one.flow for one in self.queue.in_flight if one.is_session]
+        flying = [one.flow for one in self.queue.admission.in_flight if one.is_session]
         most = RULES["max_batch"] * self.num_replicas
         assert len(flying) == len(set(flying)) <= most
 
     @invariant()
     def nobody_that_left_is_remembered(self) -> None:
         if not self.waiting:
-            assert not self.queue._waiting_of_session
+            assert not self.queue._sessions
 
 
 class ReplicatedTraffic(Traffic):
@@ -145,7 +147,7 @@ class SteppedTraffic(Traffic):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue.joins_midway = True
+        self.queue.admission.joins_midway = True
 
 
 TestTraffic = Traffic.TestCase

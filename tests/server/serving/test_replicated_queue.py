@@ -21,7 +21,7 @@ def replicated(num_replicas: int, *frames: QueuedFrame) -> FrameQueue:
 def test_every_free_replica_gets_a_batch_and_no_more_than_they_are():
     queue = replicated(2, *(queued(n, f"s{n}", 0.0) for n in range(3)))
     assert [numbers(queue.next_batch(0.0)[0]) for _ in range(3)] == [[0], [1], []]
-    assert numbers(queue.in_flight) == [0, 1]
+    assert numbers(queue.admission.in_flight) == [0, 1]
 
 
 def test_whichever_replica_ends_first_gets_the_next_batch():
@@ -29,7 +29,7 @@ def test_whichever_replica_ends_first_gets_the_next_batch():
     first, second = start(queue, 0.0), start(queue, 0.0)
     finish(queue, second, 0.01, 0.01)
     assert numbers(start(queue, 0.01)) == [2]
-    assert queue.in_flight[0] is first[0]
+    assert queue.admission.in_flight[0] is first[0]
 
 
 def test_a_session_is_never_with_two_replicas():

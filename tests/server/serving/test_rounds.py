@@ -392,7 +392,7 @@ class SteppedTraffic(RuleBasedStateMachine):
         self.unlucky: set[str] = set()  # who was in a round that was to fail
         self.rounds = Rounds(self.policy)
         self.queue = FrameQueue(max_batch=PLACES, max_waiting=64)
-        self.queue.joins_midway = True
+        self.queue.admission.joins_midway = True
         self.now_s = 100.0
         self.flying: list[QueuedFrame] = []
         self.joining: list[QueuedFrame] = []
@@ -444,7 +444,7 @@ class SteppedTraffic(RuleBasedStateMachine):
         assert len(self.policy.rounds) <= num_rounds + 1
         for one in ended:
             self.flying.remove(one)
-            self.queue.finish(one, self.now_s, one.service_s)
+            self.queue.admission.finish(one, self.now_s, one.service_s)
             if one.outcome is None:
                 assert one in self.dropped
                 continue

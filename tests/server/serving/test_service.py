@@ -22,9 +22,9 @@ from deft_server.errors import (
     UnsafeAnswerError,
 )
 from deft_server.serving.access import Caller
+from deft_server.serving.admission import GOOD_ROUNDS_BEFORE_GROWTH
 from deft_server.serving.events import Event, FinishedAction, SessionEnded
 from deft_server.serving.lifecycle import ServerPhase
-from deft_server.serving.queue import GOOD_ROUNDS_BEFORE_GROWTH
 from deft_server.serving.service import Service
 from deft_server.settings import Settings
 from tests.standins.policies import (
@@ -229,7 +229,7 @@ async def test_when_memory_runs_out_batches_stay_smaller():
     for _ in range(2):
         gate = asyncio.gather(*(send(service, f"s{n}") for n in range(4)))
         assert len(await gate) == 4
-    assert service.scheduler.queue.max_batch <= 2
+    assert service.scheduler.queue.admission.max_batch <= 2
     assert max(policy.sizes[-2:]) <= 2
     await service.close()
 
@@ -239,12 +239,12 @@ async def test_batches_grow_back_slowly_after_memory_ran_out():
     policy = RaisingPolicy(error=out_of_memory_above(2))
     service = await started(policy, max_batch=4)
     await asyncio.gather(*(send(service, f"s{n}") for n in range(5)))
-    assert service.scheduler.queue.max_batch < 4
+    assert service.scheduler.queue.admission.max_batch < 4
     policy.error = lambda batch: None
-    shrunk = service.scheduler.queue.max_batch
+    shrunk = service.scheduler.queue.admission.max_batch
     for _ in range(GOOD_ROUNDS_BEFORE_GROWTH):
         await send(service, "a")
-    assert service.scheduler.queue.max_batch == shrunk + 1
+    assert service.scheduler.queue.admission.max_batch == shrunk + 1
     await service.close()
 
 
@@ -287,7 +287,7 @@ async def test_a_frame_too_large_for_the_device_halves_no_batch_when_it_is_tried
     )
     assert isinstance(found[0], DeviceError)
     assert all(isinstance(one, ActionChunk) for one in found[1:])
-    assert service.scheduler.queue.max_batch == 4
+    assert service.scheduler.queue.admission.max_batch == 4
     await service.close()
 
 

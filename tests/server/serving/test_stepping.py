@@ -27,7 +27,7 @@ def ask(
 
 
 async def with_policy(service: Service, count: int) -> None:
-    while len(service.scheduler.queue.in_flight) != count:
+    while len(service.scheduler.queue.admission.in_flight) != count:
         await asyncio.sleep(0.001)
 
 
@@ -85,7 +85,7 @@ async def test_an_answer_is_cut_at_its_deadline_and_its_session_is_as_before():
     turnstile.release(1)
     assert (await ask(service, "1 next", "b")).actions[0, 0] == 1
     assert sum("900 late" in one for one in policy.rounds) <= 2
-    assert len(service.scheduler.queue.in_flight) == 0
+    assert len(service.scheduler.queue.admission.in_flight) == 0
     await service.close()
 
 
