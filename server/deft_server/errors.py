@@ -2,10 +2,10 @@
 
 ServerError
 ├── AccessError                 who is asking
-│   ├── WrongHostError          the name by which we were called is not ours
+│   ├── WrongHostError          the Host header is not a name of this server
 │   ├── MissingKeyError         no API key, or one we do not know
-│   └── ForbiddenError          a known caller, but this door is not theirs
-├── BodyTooLargeError           the bytes of the request, before anybody reads their meaning
+│   └── ForbiddenError          a known caller that may not do this
+├── BodyTooLargeError           the request's bytes, counted before they are decoded
 ├── BodyTooSlowError
 ├── SupersededFrameError        the session sent a newer frame, or was reset
 ├── OverloadedError             no room in the queue, or over the caller's rate
@@ -41,7 +41,7 @@ class AccessError(ServerError):
 
 
 class WrongHostError(AccessError):
-    """The Host header names nobody here, as when a web page has its own name lead to us."""
+    """The Host header is not an allowed name (protection against DNS rebinding)."""
 
     field = "host"
 
@@ -51,7 +51,7 @@ class MissingKeyError(AccessError):
 
 
 class ForbiddenError(AccessError):
-    """The caller is known, but this is not theirs to do."""
+    """The caller is known, and may not do this."""
 
 
 class BodyTooLargeError(ServerError):
@@ -95,7 +95,7 @@ class NotReadyError(ServerError):
 
 
 class UnsafeAnswerError(ServerError):
-    """The policy's answer is not finite, out of range, or too sudden."""
+    """The policy's answer is not finite, or out of range."""
 
 
 class PolicyFailedError(ServerError):
@@ -103,7 +103,7 @@ class PolicyFailedError(ServerError):
 
 
 class CallerGoneError(ServerError):
-    """The caller hung up before the answer; there is nobody to answer."""
+    """The caller hung up before the answer."""
 
 
 @dataclass(frozen=True)

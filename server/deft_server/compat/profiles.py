@@ -58,7 +58,7 @@ def staying(caller: Caller) -> Caller:
 
     Peers' clients know nothing of 429, and could not try again.
     """
-    return replace(caller, stays_s=_STAYS_S)
+    return replace(caller, overfills_s=_STAYS_S)
 
 
 async def prepared(message: ActMessage, chain: ImageChain, service: Service) -> ActMessage:

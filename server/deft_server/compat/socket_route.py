@@ -164,7 +164,7 @@ class _PeerSocket(RobotSocket):
         self.session_id = f"socket-{uuid.uuid4().hex[:12]}"
         self._stop_pings = scope.get("extensions", {}).get(STOP_PINGS, lambda: None)
         self._plan = ActionPlan()
-        self._told_before: dict[str, float] = {}  # how long openpi's answer before this one took
+        self._previous_timing: dict[str, float] = {}  # of openpi's last answer
 
     async def greeting(self) -> bytes:
         query = self.connection.query_params
@@ -187,7 +187,7 @@ class _PeerSocket(RobotSocket):
             return await self._answer_vla_eval(read_message(value), arrived_s)
         return await self._answer_openpi(_fields(value), arrived_s)
 
-    async def tell(self, problem: Problem) -> None:
+    async def send_error(self, problem: Problem) -> None:
         """Tell an openpi client as its own server would: a text message, then close code 1011."""
         text = f"{problem.title}: {problem.detail}"
         await self.send({"type": "websocket.send", "text": text})
@@ -228,9 +228,9 @@ class _PeerSocket(RobotSocket):
         result = {
             "actions": in_convention(chunk.actions, OPENPI, self.service.info),
             "policy_timing": {"infer_ms": policy_ms},
-            "server_timing": {"infer_ms": spent_ms, **self._told_before},
+            "server_timing": {"infer_ms": spent_ms, **self._previous_timing},
         }
-        self._told_before = {"prev_total_ms": (time.monotonic() - arrived_s) * 1000}
+        self._previous_timing = {"prev_total_ms": (time.monotonic() - arrived_s) * 1000}
         return pack(result)
 
     async def _answer_vla_eval(self, message: Message, arrived_s: float) -> bytes | None:
@@ -278,7 +278,7 @@ class _RealtimeSocket(_PeerSocket):
         actions = in_convention(chunk.actions, REALTIME, self.service.info)
         return pack(actions.astype(np.float32))
 
-    async def tell(self, problem: Problem) -> None:
+    async def send_error(self, problem: Problem) -> None:
         text = f"{problem.title}: {problem.detail}"
         message = pack({"type": "error", "message": text})
         await self.send({"type": "websocket.send", "bytes": message})

@@ -186,7 +186,7 @@ class RobotSocket(ABC):
     error is reported, is each protocol's own.
     """
 
-    where = "frame"  # what a message is called in errors
+    body_name = "frame"  # what errors call a message
     survives_errors = True
     exchange: Exchange  # of the message that is being answered
 
@@ -207,8 +207,8 @@ class RobotSocket(ABC):
         """Return the answer to a message, if it has one."""
 
     @abstractmethod
-    async def tell(self, problem: Problem) -> None:
-        """Say what went wrong with a message."""
+    async def send_error(self, problem: Problem) -> None:
+        """Send why a message has no answer."""
 
     def read_context(self) -> ReadContext:
         """Return how to read the message that is being answered."""
@@ -248,7 +248,7 @@ class RobotSocket(ABC):
     async def _answer(self, message: Message) -> bytes | None:
         arrived_s = time.monotonic()
         if message.get("bytes") is None:
-            raise MalformedMessageError(self.where, "send binary frames, got text")
+            raise MalformedMessageError(self.body_name, "send binary frames, got text")
         return await self.answer(message.pop("bytes"), arrived_s)  # no longer here than needed
 
     async def _reply(self, answering: Awaitable[bytes | None]) -> bool:
@@ -258,7 +258,7 @@ class RobotSocket(ABC):
         except CallerGoneError:
             raise
         except Exception as error:  # noqa: BLE001  the robot gets the error
-            await self.tell(describe(error, self.connection))
+            await self.send_error(describe(error, self.connection))
             return False
         if answer is not None:
             await self.send({"type": "websocket.send", "bytes": answer})
@@ -275,7 +275,7 @@ class RobotSocket(ABC):
 class _Stream(RobotSocket):
     """Our own protocol: the messages of `POST /v1/act`."""
 
-    where = "body"
+    body_name = "body"
 
     async def answer(self, data: bytes, arrived_s: float) -> bytes:
         await self.service.admit(self.caller)
@@ -285,5 +285,5 @@ class _Stream(RobotSocket):
         del data
         return await _answered(self.service, asked, self.connection, arrived_s, wire_format)
 
-    async def tell(self, problem: Problem) -> None:
+    async def send_error(self, problem: Problem) -> None:
         await self.send({"type": "websocket.send", "text": encode_problem(problem).decode()})

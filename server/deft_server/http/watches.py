@@ -10,7 +10,7 @@ from starlette.types import Message, Receive
 from deft_server.errors import CallerGoneError, MissingKeyError
 from deft_server.serving.access import RECHECK_S, Access, Caller
 
-# Watching a caller takes a task of its own, for which quick answers do not pay.
+# A watch needs a task of its own; most answers are there before that pays.
 WATCH_AFTER_S = 0.02
 _GONE = ("http.disconnect", "websocket.disconnect")
 

@@ -18,8 +18,8 @@ from deft_policies.base import ActRequest
 from deft_policies.errors import PolicyError
 from deft_server.errors import NotReadyError
 from deft_server.replicas.replica import FrontState, ReplicaAnswer
+from deft_server.serving.frame import FailedCall, Outcome, QueuedFrame
 from deft_server.serving.hosting import HostedPolicy, Listener
-from deft_server.serving.request import FailedCall, Outcome, Request
 from deft_server.settings import SettingsError
 
 LOOK_EVERY_S = 0.5
@@ -72,7 +72,7 @@ class ReplicaHost:
         self._listener = listener
         self._loop = asyncio.get_running_loop()
         self._watching: asyncio.Task[None] | None = None
-        self._answering: dict[Request, asyncio.Task[tuple[Outcome, list[FailedCall]]]] = {}
+        self._answering: dict[QueuedFrame, asyncio.Task[tuple[Outcome, list[FailedCall]]]] = {}
         self._is_stopping = False
         self._policies: dict[str, HostedPolicy] = {}  # by version, the oldest first
         self._version = ""  # the one that the server says it has
@@ -89,17 +89,17 @@ class ReplicaHost:
         """Begin to find the replicas."""
         self._watching = self._loop.create_task(self._watch())
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, frames: Sequence[QueuedFrame]) -> None:
         """Send each frame to whichever replica has a place."""
-        for request in requests:
-            task = self._loop.create_task(self._outcome(request))
-            self._answering[request] = task
+        for frame in frames:
+            task = self._loop.create_task(self._outcome(frame))
+            self._answering[frame] = task
             started_s = time.perf_counter()
-            task.add_done_callback(partial(self._ended, request, started_s))
+            task.add_done_callback(partial(self._ended, frame, started_s))
 
-    def give_up(self, request: Request) -> None:
+    def cancel(self, frame: QueuedFrame) -> None:
         """Have the replica drop a frame, if it has it."""
-        task = self._answering.get(request)
+        task = self._answering.get(frame)
         if task is not None:
             task.cancel()
 
@@ -169,39 +169,39 @@ class ReplicaHost:
 
     def _ended(
         self,
-        request: Request,
+        frame: QueuedFrame,
         started_s: float,
         task: asyncio.Task[tuple[Outcome, list[FailedCall]]],
     ) -> None:
-        del self._answering[request]
+        del self._answering[frame]
         if self._is_stopping:
             return
         failures: list[FailedCall] = []
         if task.cancelled():
-            request.num_tries += 1
+            frame.num_tries += 1
         else:
-            request.outcome, failures = task.result()
-        request.service_s = time.perf_counter() - started_s  # with the journey
-        self._listener.round_ended(self, [request], failures)
+            frame.outcome, failures = task.result()
+        frame.service_s = time.perf_counter() - started_s  # with the journey
+        self._listener.round_ended(self, [frame], failures)
 
-    async def _outcome(self, request: Request) -> tuple[Outcome, list[FailedCall]]:
-        ask = replace(request.ask, on_actions=None)  # a call does not travel
-        reason, request.size = "", 1
+    async def _outcome(self, frame: QueuedFrame) -> tuple[Outcome, list[FailedCall]]:
+        ask = replace(frame.policy_request, on_actions=None)  # a call does not travel
+        reason, frame.size = "", 1
         num_waiting = self._listener.num_batches_waiting
         for _ in range(TRIES):
-            left_s = request.deadline_s - time.monotonic()
+            left_s = frame.deadline_s - time.monotonic()
             known = dict(self._policies)
             state = FrontState(self._name, tuple(known), num_waiting, left_s)
             try:
                 returned = await self._cluster.answer(ask, state)
-                request.answered_by = self._policy_of(returned, known)
-                request.replica, request.size = returned.replica, returned.size
-                request.num_tries += returned.num_tries
+                frame.answered_by = self._policy_of(returned, known)
+                frame.replica, frame.size = returned.replica, returned.size
+                frame.num_tries += returned.num_tries
                 failures = [FailedCall(kind, returned.size) for kind in returned.failures]
                 return returned.unpacked(), failures
             except ReplicaLostError as error:
                 reason = str(error)
-                request.num_tries += 1
+                frame.num_tries += 1
                 logger.warning("a frame was lost: %s", reason)
                 if isinstance(error, ReplicaHangsError):
                     break

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from deft_policies.base import ActAnswer, ActRequest
 from deft_policies.errors import DeviceError, RequestError
 from deft_server.errors import DeadlineError, PolicyFailedError
+from deft_server.serving.frame import Failure, Outcome, QueuedFrame
 from deft_server.serving.hosting import HostedPolicy, LoadPolicy, load_and_warm
-from deft_server.serving.request import Failure, Outcome, Request
 from deft_server.serving.rounds import Rounds
 from deft_server.serving.sessions import RobotSession
 
@@ -90,8 +90,8 @@ class Replica:
         policy = self._thread.submit(load_and_warm, load).result()
         self.policy = HostedPolicy.of(policy)
         self._rounds = Rounds(policy)
-        self._joining: list[Request] = []
-        self._ended: dict[Request, asyncio.Future[None]] = {}
+        self._joining: list[QueuedFrame] = []
+        self._ended: dict[QueuedFrame, asyncio.Future[None]] = {}
         self._playing: asyncio.Task[None] | None = None
 
     @property
@@ -109,36 +109,36 @@ class Replica:
         now_s = time.monotonic()
         session = RobotSession("", None, now_s, ask.memory)  # the front keeps the robot's
         deadline_s = now_s + state.left_s
-        request = Request(ask.observation, ask.options, session, now_s, deadline_s)
+        frame = QueuedFrame(ask.observation, ask.options, session, now_s, deadline_s)
         try:
             self.policy.check(ask.observation, ask.options)
-            await self._played(request)
+            await self._played(frame)
         except RequestError as error:
-            request.outcome = error
-        outcome = request.outcome or DeadlineError("no answer was ready at the deadline")
+            frame.outcome = error
+        outcome = frame.outcome or DeadlineError("no answer was ready at the deadline")
         known = None if self.version in state.versions else self.facts
-        size = max(1, request.size)
+        size = max(1, frame.size)
         return ReplicaAnswer(
             self._name,
             self.version,
             _pack(outcome),
-            request.failures,
+            frame.failures,
             known,
             size,
-            request.num_tries,
+            frame.num_tries,
         )
 
-    async def _played(self, request: Request) -> None:
+    async def _played(self, frame: QueuedFrame) -> None:
         """Have a frame join, and wait until it has ended."""
-        self._joining.append(request)
-        self._ended[request] = asyncio.get_running_loop().create_future()
+        self._joining.append(frame)
+        self._ended[frame] = asyncio.get_running_loop().create_future()
         if self._playing is None:
             self._playing = asyncio.create_task(self._play())
         try:
-            await self._ended[request]
+            await self._ended[frame]
         finally:
-            request.is_given_up = True
-            del self._ended[request]
+            frame.is_cancelled = True
+            del self._ended[frame]
 
     async def _play(self) -> None:
         """Play rounds for as long as anything is on its way."""
@@ -148,8 +148,8 @@ class Replica:
                 joining, self._joining = self._joining, []
                 self.busy_since_s = time.monotonic()
                 ended, _ = await loop.run_in_executor(self._thread, self._rounds.play, joining)
-                for request in ended:
-                    waiting = self._ended.get(request)
+                for frame in ended:
+                    waiting = self._ended.get(frame)
                     if waiting is not None and not waiting.done():  # else it was given up just now
                         waiting.set_result(None)
         finally:
@@ -157,7 +157,7 @@ class Replica:
 
 
 def _pack(outcome: Outcome) -> ActAnswer | tuple[type[Exception], tuple[str, ...]]:
-    """Return what can travel: a failure of the request, the device or the clock, or the policy."""
+    """Return what can travel: a failure of the frame, the device or the clock, or the policy."""
     if isinstance(outcome, ActAnswer):
         return outcome
     if isinstance(outcome, RequestError):

@@ -59,7 +59,7 @@ class Caller:
     address: str = ""
     rate_per_s: float | None = None
     burst: float | None = None
-    stays_s: float = 0.0  # how long its frames wait where others are told to try again
+    overfills_s: float = 0.0  # how long its frames wait where others are told to try again
     fingerprint: str = ""  # of the key, so that a key taken out of the file stops working at once
 
     @property
@@ -224,7 +224,7 @@ class Access:
         `MissingKeyError` if the caller's key was taken out of the file since it connected.
         """
         if self._path is not None:
-            caller = replace(self.require_known(caller), stays_s=caller.stays_s)
+            caller = replace(self.require_known(caller), overfills_s=caller.overfills_s)
         rate_per_s = caller.rate_per_s or self._default_rate_per_s
         if rate_per_s is None:
             return 0.0
@@ -236,8 +236,8 @@ class Access:
             if len(self._buckets) > MAX_BUCKETS:
                 self._buckets.popitem(last=False)
         self._buckets.move_to_end(owner)
-        wait_s = bucket.take(now_s, caller.stays_s)
-        if wait_s > caller.stays_s:
+        wait_s = bucket.take(now_s, caller.overfills_s)
+        if wait_s > caller.overfills_s:
             raise OverloadedError(
                 f"{caller.name} may send {rate_per_s:g} frames per second", wait_s
             )

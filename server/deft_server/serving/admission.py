@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from deft_server.serving.request import FailedCall, Request
+from deft_server.serving.frame import FailedCall, QueuedFrame
 
 MARGIN = 2.0  # of what a frame may take, over what is expected: estimates are only so good
-TRY_EVERY_S = 5.0  # how often a frame may join although that looks too dear: prices change
+PROBE_EVERY_S = 5.0  # a frame may join although it seems too slow, to refresh the estimate
 DECREASE = 0.7  # the limit is multiplied by it after a frame missed its deadline among others
 INCREASE = 0.015  # and grows by it after each that met its deadline
 GOOD_ROUNDS_BEFORE_GROWTH = 100
@@ -24,8 +24,8 @@ STALE_AFTER_S = 1.0  # a flow's measurement older than this does not justify a r
 REMEMBERED_FRAMES = 9  # of a flow
 REMEMBERED_FLOWS = 1024
 REMEMBERED_SHARES = 31
-CLEAR = 1.0
-CAREFUL_RANK = 0.75  # of a flow's frames, so many were quicker than what is expected
+MIN_BATCH_SIZE_GAP = 1.0  # between two measurements that show the cost of a batch
+ESTIMATE_QUANTILE = 0.75  # of a flow's frames, so many were quicker than the estimate
 
 
 class ConcurrencyLimit:
@@ -50,14 +50,14 @@ class Admission:
         self.max_batch = max_batch  # as memory allows now
         self.num_replicas = num_replicas
         self.joins_midway = False  # whether frames may join while others are on their way
-        self.in_flight: list[Request] = []  # that are with the policy, the oldest first
+        self.in_flight: list[QueuedFrame] = []  # that are with the policy, the oldest first
         self.prices = Prices()
         self._limit = ConcurrencyLimit(max_batch)
         self._most = max_batch  # of `max_batch`
         self._num_good_rounds = 0
         self._patience_s = patience_s
-        self._hurried_s = -math.inf  # when an action with a deadline last came
-        self._tried_s = -math.inf  # when a frame last joined that looked too dear
+        self._last_action_s = -math.inf  # when an action with a deadline last arrived
+        self._probed_s = -math.inf  # when a frame last joined anyway
         self._noted_s = 0.0  # until when the progress of `in_flight` is noted
 
     @property
@@ -76,22 +76,22 @@ class Admission:
 
     def free_for_texts(self, now_s: float) -> int:
         """Return how many texts may start: half of the places are kept for hurried actions."""
-        if self._hurried_s < now_s - self._patience_s:
+        if self._last_action_s < now_s - self._patience_s:
             return self.num_places
         return max(1, self.num_places // 2) - sum(one.is_text for one in self.in_flight)
 
-    def note_arrival(self, frame: Request, now_s: float) -> None:
+    def note_arrival(self, frame: QueuedFrame, now_s: float) -> None:
         """Note whether actions with deadlines come."""
         if frame.has_deadline and not frame.is_text:
-            self._hurried_s = now_s
+            self._last_action_s = now_s
 
-    def start(self, frames: Sequence[Request], now_s: float) -> None:
+    def start(self, frames: Sequence[QueuedFrame], now_s: float) -> None:
         """Give frames their places."""
         for frame in frames:
             frame.started_s = now_s
         self.in_flight += frames
 
-    def finish(self, frame: Request, now_s: float, service_s: float | None = None) -> None:
+    def finish(self, frame: QueuedFrame, now_s: float, service_s: float | None = None) -> None:
         """Free a frame's place; `service_s` is what it took, if that was measured.
 
         What was cut at its deadline took at least so long.
@@ -102,7 +102,7 @@ class Admission:
             passed_s = now_s - frame.started_s
             company = frame.shared_s / passed_s if passed_s > 0 else 1.0
             is_whole = frame.outcome is not None or frame.deadline_s > now_s
-            self.prices.observe(frame.alike, service_s, now_s, company, is_whole)
+            self.prices.observe(frame.timing_key, service_s, now_s, company, is_whole)
             if frame.has_deadline:
                 self._limit.note(company, frame.deadline_s <= now_s)
 
@@ -118,28 +118,31 @@ class Admission:
                 self._num_good_rounds = 0
                 self.max_batch += 1
 
-    def is_hopeless(self, frame: Request, now_s: float) -> bool:
+    def is_hopeless(self, frame: QueuedFrame, now_s: float) -> bool:
         """Would a frame be answered after its deadline, even if it were the next to go?"""
         return not self.is_in_time(frame, self.free_s(now_s), now_s)
 
-    def is_in_time(self, frame: Request, start_s: float, now_s: float) -> bool:
+    def is_in_time(self, frame: QueuedFrame, start_s: float, now_s: float) -> bool:
         """Would a frame be answered before its deadline, if it started then and were alone?
 
         Only what its own flow has shown lately speaks against it.
         """
         if not frame.has_deadline:
             return True
-        return start_s + self.prices.proven(frame.alike, now_s) < frame.deadline_s
+        return start_s + self.prices.proven(frame.timing_key, now_s) < frame.deadline_s
 
-    def is_late(self, frame: Request, slowdown: float, now_s: float) -> bool:
+    def is_late(self, frame: QueuedFrame, slowdown: float, now_s: float) -> bool:
         """Would a frame be answered after its deadline, if it went on so slowly?"""
         if not frame.has_deadline:
             return False
-        left_s = max(0.0, self.prices.expect(frame.alike, now_s) - frame.done_s)
+        left_s = max(0.0, self.prices.expect(frame.timing_key, now_s) - frame.done_s)
         return now_s + MARGIN * left_s * slowdown > frame.deadline_s
 
-    def may_join(self, frame: Request, chosen: Sequence[Request], now_s: float) -> bool:
-        """Would nobody be late for it who is in time now? What looks too dear is tried at times."""
+    def may_join(self, frame: QueuedFrame, chosen: Sequence[QueuedFrame], now_s: float) -> bool:
+        """Whether adding a frame makes no other frame miss its deadline.
+
+        Every `PROBE_EVERY_S` one frame is added anyway, to refresh the estimate.
+        """
         company = [one for one in (*self.in_flight, *chosen) if one.is_text == frame.is_text]
         if not company:
             return True
@@ -147,15 +150,15 @@ class Admission:
             return False
         before = self.prices.slowdown(len(company) / self.num_replicas)
         after = self.prices.slowdown((len(company) + 1) / self.num_replicas)
-        is_dear = self.is_late(frame, after, now_s) or any(
+        is_too_slow = self.is_late(frame, after, now_s) or any(
             self.is_late(one, after, now_s) and not self.is_late(one, before, now_s)
             for one in company
         )
-        if not is_dear:
+        if not is_too_slow:
             return True
-        if now_s - self._tried_s < TRY_EVERY_S:
+        if now_s - self._probed_s < PROBE_EVERY_S:
             return False
-        self._tried_s = now_s
+        self._probed_s = now_s
         return True
 
     def note_progress(self, now_s: float) -> None:
@@ -176,7 +179,7 @@ class Admission:
             return now_s
         slowdown = self.prices.slowdown(len(self.in_flight) / self.num_replicas)
         return now_s + slowdown * min(
-            max(0.0, self.prices.expect(one.alike, now_s) - (now_s - one.started_s) / slowdown)
+            max(0.0, self.prices.expect(one.timing_key, now_s) - (now_s - one.started_s) / slowdown)
             for one in self.in_flight
         )
 
@@ -211,7 +214,7 @@ class FlowTimes:
         self.recent.append(one)
         self.measured_s = now_s
 
-    def alone_s(self, share: float, rank: float = CAREFUL_RANK) -> float:
+    def alone_s(self, share: float, rank: float = ESTIMATE_QUANTILE) -> float:
         """Return the seconds that so large a part of the frames would not have exceeded alone."""
         if not self.recent:
             return 0.0
@@ -291,7 +294,7 @@ class Prices:
     def _learn_share(self, one: Measurement, other: Measurement) -> None:
         """Learn from two frames of a flow, if their company differed enough to tell."""
         many, few = (one, other) if one.company > other.company else (other, one)
-        if many.company - few.company < CLEAR or few.seconds <= 0:
+        if many.company - few.company < MIN_BATCH_SIZE_GAP or few.seconds <= 0:
             return
         # seconds = alone x (1 + share x (company - 1)), twice, solved for the share
         longer = many.seconds - few.seconds

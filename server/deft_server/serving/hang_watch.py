@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from deft_server.serving.hosting import PolicyHost
 
-LOOKS = 10  # in the time that a round may take
-LEAST_WAIT_S = 0.001  # so that every look brings the end nearer, however late timers are
+CHECKS = 10  # in the time that a round may take
+MIN_WAIT_S = 0.001  # so that every look brings the end nearer, however late timers are
 
 
 class HangWatch:
@@ -43,11 +43,11 @@ class HangWatch:
 
     def _wait(self, host: PolicyHost, now_s: float) -> None:
         left_s = self._began_s + self._after_s - now_s
-        seconds = max(LEAST_WAIT_S, min(left_s, self._after_s / LOOKS))
+        seconds = max(MIN_WAIT_S, min(left_s, self._after_s / CHECKS))
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(seconds, self._look, host, now_s + seconds)
+        self._timer = loop.call_later(seconds, self._check, host, now_s + seconds)
 
-    def _look(self, host: PolicyHost, due_s: float) -> None:
+    def _check(self, host: PolicyHost, due_s: float) -> None:
         """Wait on where a round has ended lately, though no frame has."""
         now_s = time.monotonic()
         late_s = max(0.0, now_s - due_s)

@@ -20,7 +20,7 @@ from deft_policies.base import ActionLimits, LimitedPolicy, Policy, SteppedPolic
 from deft_policies.errors import PolicyError
 from deft_policies.model.statistics import find_statistics_key
 from deft_policies.progress import describe_progress
-from deft_server.serving.request import FailedCall, Request
+from deft_server.serving.frame import FailedCall, QueuedFrame
 from deft_server.serving.rounds import Rounds
 from deft_server.settings import SettingsError
 
@@ -79,7 +79,7 @@ class Listener(Protocol):
         """The policy could not be loaded or warmed up; trying again would not help."""
 
     def round_ended(
-        self, host: "PolicyHost", ended: Sequence[Request], failures: Sequence[FailedCall]
+        self, host: "PolicyHost", ended: Sequence[QueuedFrame], failures: Sequence[FailedCall]
     ) -> None:
         """These frames came back from the policy, and these calls of it failed meanwhile."""
 
@@ -98,11 +98,11 @@ class PolicyHost(Protocol):
     def start(self) -> None:
         """Begin to load the policy and warm it; must not wait."""
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, frames: Sequence[QueuedFrame]) -> None:
         """Have frames answered; no more are given at a time than the queue has places."""
 
-    def give_up(self, request: Request) -> None:
-        """Nobody waits for this frame any more; it may have come back long ago."""
+    def cancel(self, frame: QueuedFrame) -> None:
+        """The caller has left. The frame may have come back already."""
 
     def stop(self, timeout_s: float) -> bool:
         """Finish what is in hand, for so long, and end; return whether the policy ended.
@@ -139,7 +139,7 @@ class PolicyThread:
         self._listener = listener
         self._loop = asyncio.get_running_loop()
         self.last_round_s = 0.0
-        self._joining: SimpleQueue[Sequence[Request] | None] = SimpleQueue()
+        self._joining: SimpleQueue[Sequence[QueuedFrame] | None] = SimpleQueue()
         # A daemon, because a policy that hangs can only be left behind, never stopped.
         self._thread = Thread(target=self._run, name="policy", daemon=True)
 
@@ -152,12 +152,12 @@ class PolicyThread:
         """Begin to load."""
         self._thread.start()
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, frames: Sequence[QueuedFrame]) -> None:
         """Have frames join before the next round; the listener hears of their answers."""
-        self._joining.put(requests)
+        self._joining.put(frames)
 
-    def give_up(self, request: Request) -> None:
-        """Nothing to do: before each round the thread looks which frames are given up."""
+    def cancel(self, frame: QueuedFrame) -> None:
+        """Nothing to do: the thread drops cancelled frames before each round."""
 
     def stop(self, timeout_s: float) -> bool:
         """End after the round in hand; a thread that does not is left behind."""

@@ -83,12 +83,12 @@ class Readiness:
             self._detail = f"{count} {worst} in a row" if is_failing else ""
 
     def require(self) -> None:
-        """Raise `NotReadyError` where no frame can be taken."""
+        """Raise `NotReadyError` unless frames are accepted."""
         if self._phase not in _TAKES_FRAMES:
             raise NotReadyError(self.sentence)
 
     def require_health(self) -> None:
-        """Raise `NotReadyError` where a frame would hardly be answered: for load balancers."""
+        """Raise `NotReadyError` unless the phase is READY; `/readyz` asks this."""
         if self._phase is not ServerPhase.READY:
             raise NotReadyError(self.sentence)
 

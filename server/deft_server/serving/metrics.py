@@ -30,7 +30,7 @@ from deft_server.errors import (
     UnsafeAnswerError,
     WrongHostError,
 )
-from deft_server.serving.request import Failure, Request
+from deft_server.serving.frame import Failure, QueuedFrame
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -144,14 +144,14 @@ class Metrics:
         self._keys.add(key)
         self._once(self._key_frames, key, outcome).inc()
 
-    def count_frame(self, request: Request) -> None:
+    def count_frame(self, frame: QueuedFrame) -> None:
         """Count a frame that the policy answered, its time, and who answered it."""
-        self.batch_size.observe(request.size)
-        self.batch_seconds.observe(request.service_s)
-        self._once(self.replica_batches, request.replica).inc()
+        self.batch_size.observe(frame.size)
+        self.batch_seconds.observe(frame.service_s)
+        self._once(self.replica_batches, frame.replica).inc()
         # Frames that were there at the same time share it: a replica is busy once.
-        busy_s = request.service_s / max(1, request.size)
-        self._once(self.replica_seconds, request.replica).inc(busy_s)
+        busy_s = frame.service_s / max(1, frame.size)
+        self._once(self.replica_seconds, frame.replica).inc(busy_s)
 
     def observe_answer(self, chunk: ActionChunk, queue_s: float, total_s: float) -> None:
         """Take in what a policy answered to a frame, and the server's own times."""

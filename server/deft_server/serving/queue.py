@@ -1,4 +1,4 @@
-"""The queue of frames that wait for the policy. Begin at `FrameQueue.offer` and `next_batch`.
+"""The queue of frames that wait for the policy. Begin at `FrameQueue.enqueue` and `next_batch`.
 
 `turns` orders the frames, and `admission` says which of them may go. Callers pass the time, in
 seconds on any one monotonic clock: the queue reads no clock and starts nothing.
@@ -8,10 +8,10 @@ from collections import Counter
 
 from deft_server.errors import DeadlineError, OverloadedError
 from deft_server.serving.admission import Admission
-from deft_server.serving.request import Request
+from deft_server.serving.frame import QueuedFrame
 from deft_server.serving.turns import TurnOrder
 
-KEPT_PART = 8  # one of so many parts of the queue is kept: see `_is_full_for`
+RESERVED_FRACTION = 1 / 8  # of the queue: see `_is_full_for`
 
 
 class FrameQueue:
@@ -32,23 +32,23 @@ class FrameQueue:
         self._max_waiting = max_waiting
         self._patience_s = patience_s
         self._turns = TurnOrder(patience_s)
-        self._frames: dict[Request, None] = {}  # as they came
-        self._sessions: dict[str, Request] = {}  # the frame of each, by its flow
-        self._staying: Counter[str] = Counter()  # how many of each owner may overfill the queue
+        self._frames: dict[QueuedFrame, None] = {}  # in the order of arrival
+        self._sessions: dict[str, QueuedFrame] = {}  # the waiting frame of each, by flow
+        self._staying: Counter[str] = Counter()  # frames of each owner that may overfill
 
     def __len__(self) -> int:
         return len(self._frames)
 
     @property
-    def frames(self) -> list[Request]:
-        """Those that wait, as they came."""
+    def waiting(self) -> list[QueuedFrame]:
+        """The waiting frames, in the order of arrival."""
         return list(self._frames)
 
-    def offer(self, frame: Request, now_s: float) -> Request | None:
-        """Put a frame in, and return the older one of its session, which it replaces.
+    def enqueue(self, frame: QueuedFrame, now_s: float) -> QueuedFrame | None:
+        """Add a frame, and return the older one of its session, which it replaces.
 
         The newer frame takes over the older one's place, and its due time if that is earlier. A
-        frame without a deadline is due `patience_s` from now. A frame with `stays_until_s` may
+        frame without a deadline is due `patience_s` from now. A frame with `overfills_until_s` may
         overfill the queue: its caller could not try again.
 
         Raises `DeadlineError` if the frame would be late even if it went next and alone, and
@@ -58,8 +58,8 @@ class FrameQueue:
         self.admission.note_arrival(frame, now_s)
         if frame.has_deadline and self.admission.is_hopeless(frame, now_s):
             raise DeadlineError("cannot be answered in time; nothing was computed")
-        has_place = older is not None and older.stays_until_s is None
-        if not has_place and frame.stays_until_s is None and self._is_full_for(frame):
+        has_place = older is not None and older.overfills_until_s is None
+        if not has_place and frame.overfills_until_s is None and self._is_full_for(frame):
             raise self.refusal(now_s)
         frame.due_s = frame.deadline_s if frame.has_deadline else now_s + self._patience_s
         if older is not None:
@@ -67,30 +67,30 @@ class FrameQueue:
             self.remove(older)
         self._frames[frame] = None
         self._turns.join(frame)
-        self._staying[frame.owner] += frame.stays_until_s is not None
+        self._staying[frame.owner] += frame.overfills_until_s is not None
         if frame.is_session:
             self._sessions[frame.flow] = frame
         return older
 
-    def _is_full_for(self, frame: Request) -> bool:
-        """Whether a frame finds no place. Not counted: other owners' frames with `stays_until_s`.
+    def _is_full_for(self, frame: QueuedFrame) -> bool:
+        """Whether a frame finds no place. Not counted: what other owners overfill the queue with.
 
         The last part is kept for frames with a deadline and for owners with no frame waiting.
         """
         others_staying = sum(self._staying.values()) - self._staying[frame.owner]
         limit = self._max_waiting
         if not frame.has_deadline and self._turns.is_waiting(frame.owner):
-            limit -= self._max_waiting // KEPT_PART
+            limit -= int(self._max_waiting * RESERVED_FRACTION)
         return len(self._frames) - others_staying >= limit
 
-    def next_batch(self, now_s: float) -> tuple[list[Request], list[Request]]:
+    def next_batch(self, now_s: float) -> tuple[list[QueuedFrame], list[QueuedFrame]]:
         """Take out the frames that go to the policy now, and those that are too late for it.
 
         Ask again until none go: there may be other places.
 
         Owners take turns, and so do the flows of an owner. Within a turn the earliest due time goes
-        first. A frame joins others if nobody, itself included, becomes late by it. A session has at
-        most one frame with the policy.
+        first. A frame joins others if no frame, itself included, becomes late by it. A session has
+        at most one frame with the policy.
         """
         admission = self.admission
         num_free = min(admission.num_free, admission.max_batch)
@@ -99,9 +99,9 @@ class FrameQueue:
         admission.note_progress(now_s)
         free_for_texts = admission.free_for_texts(now_s)
         busy = {frame.flow for frame in admission.in_flight if frame.is_session}
-        chosen: list[Request] = []
-        expired: list[Request] = []
-        tight: list[Request] = []  # may be late even alone: one goes if nobody else can
+        chosen: list[QueuedFrame] = []
+        expired: list[QueuedFrame] = []
+        late_alone: list[QueuedFrame] = []  # one of them goes if no other frame can
         passed_over: dict[str, int] = {}  # the turn of each owner's first frame that did not fit
         for frame in self._turns.in_order(self._frames, now_s):
             turn = self._turns.flow_turn(frame)
@@ -114,7 +114,7 @@ class FrameQueue:
             elif turn > passed_over.get(frame.owner, turn):
                 continue  # or else the one passed over, whose turn is earlier, might never fit
             elif admission.is_late(frame, 1.0, now_s) and not self._turns.is_behind(frame):
-                tight.append(frame)
+                late_alone.append(frame)
             elif admission.may_join(frame, chosen, now_s):
                 chosen.append(frame)
                 free_for_texts -= frame.is_text
@@ -122,8 +122,8 @@ class FrameQueue:
                 passed_over.setdefault(frame.owner, turn)
             elif self._turns.is_urgent(frame, now_s):
                 break  # it has waited long enough: nobody goes before it
-        if tight and not chosen and not admission.in_flight:
-            chosen = [max(tight, key=lambda one: one.deadline_s)]
+        if late_alone and not chosen and not admission.in_flight:
+            chosen = [max(late_alone, key=lambda one: one.deadline_s)]
         for frame in (*expired, *chosen):
             self.remove(frame)
         if chosen:
@@ -132,18 +132,18 @@ class FrameQueue:
             admission.start(chosen, now_s)
         return chosen, expired
 
-    def remove(self, frame: Request) -> bool:
+    def remove(self, frame: QueuedFrame) -> bool:
         """Take a frame out, and return whether it still waited."""
         if frame not in self._frames:
             return False
         del self._frames[frame]
         self._turns.leave(frame)
-        self._staying[frame.owner] -= frame.stays_until_s is not None
+        self._staying[frame.owner] -= frame.overfills_until_s is not None
         if frame.is_session:
             del self._sessions[frame.flow]
         return True
 
-    def forget(self, flow: str) -> Request | None:
+    def remove_session(self, flow: str) -> QueuedFrame | None:
         """Take out the frame of a session that was reset, and return it."""
         frame = self._sessions.get(flow)
         if frame is not None:
@@ -151,7 +151,7 @@ class FrameQueue:
         return frame
 
     def refusal(self, now_s: float) -> OverloadedError:
-        """Return the error for a caller that finds no place."""
+        """Return the error for a frame that finds the queue full."""
         retry_after_s = self.clears_in_s(now_s)
         return OverloadedError(
             f"{len(self)} frames are waiting; try again in {retry_after_s * 1000:.0f} ms",
@@ -159,8 +159,10 @@ class FrameQueue:
         )
 
     def clears_in_s(self, now_s: float) -> float:
-        """Return the seconds until all that wait now will have been answered, roughly."""
+        """Return the seconds until all waiting frames will have been answered, roughly."""
         admission = self.admission
-        each_s = max((admission.prices.expect(one.alike, now_s) for one in self._frames), default=0)
+        each_s = max(
+            (admission.prices.expect(one.timing_key, now_s) for one in self._frames), default=0
+        )
         num_batches = (len(self._frames) + admission.num_places) // admission.num_places
         return admission.free_s(now_s) - now_s + num_batches * each_s

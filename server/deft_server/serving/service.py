@@ -24,7 +24,6 @@ from deft_core.types import (
     Observation,
     ServerInfo,
     StageTimings,
-    replace_unchecked,
 )
 from deft_policies.base import ActionLimits, OnActions
 from deft_policies.errors import PolicyError, RequestError
@@ -32,15 +31,15 @@ from deft_server.errors import NotReadyError, ServerError, UnsafeAnswerError
 from deft_server.serving.access import Access, Caller
 from deft_server.serving.bounds import ConnectionBounds, DecodeThreads
 from deft_server.serving.events import EventBus, FinishedAction, SessionEnded
+from deft_server.serving.frame import QueuedFrame
 from deft_server.serving.hosting import HostedPolicy, LoadPolicy, PolicyThread, RemotePolicy
 from deft_server.serving.lifecycle import Readiness, ServerPhase
 from deft_server.serving.metrics import Metrics
-from deft_server.serving.request import Request
 from deft_server.serving.scheduler import Scheduler
 from deft_server.serving.sessions import SessionStore, flow_of
 from deft_server.settings import ActionRange, Settings
 
-_MOST_WARNED = 1024  # callers and inputs that the log names once
+MAX_WARNINGS = 1024  # callers and inputs that the log names once
 # Actions are computed from the same statistics as the range; only rounding may set them apart.
 ROUNDING = 1e-6
 
@@ -62,7 +61,9 @@ class Service:
         self.threads = DecodeThreads()
         self.bounds = ConnectionBounds(settings)
         self.readiness = Readiness(settings.unready_after_failures)
-        self.sessions = SessionStore(settings.session_ttl_s, settings.max_sessions, self._tell_end)
+        self.sessions = SessionStore(
+            settings.session_ttl_s, settings.max_sessions, self._publish_session_ended
+        )
         self.scheduler = Scheduler(
             load.new_host if isinstance(load, RemotePolicy) else partial(PolicyThread, load),
             settings,
@@ -130,7 +131,7 @@ class Service:
         now_s = time.monotonic()
         if options.decoding is not None:
             own_name = by_own_name(options.decoding)
-            options = replace_unchecked(options, {"decoding": own_name})
+            options = replace(options, decoding=own_name)
         try:
             policy = self.policy
             self._check(observation, options, caller, is_peers)
@@ -138,25 +139,26 @@ class Service:
         except (ServerError, PolicyError) as error:
             self.metrics.count_outcome(caller.name, error)
             raise
-        request = self._request(observation, options, caller, now_s, arrived_s or now_s)
+        frame = self._new_frame(observation, options, caller, now_s, arrived_s or now_s)
         if on_actions is not None:
-            request.on_actions = self._checking(on_actions, policy, options)
+            frame.on_actions = self._forward_checked(on_actions, policy, options)
         try:
-            answer = await self.scheduler.submit(request)
-            changes = self._safety_of(answer, request.answered_by or policy, options)
+            answer = await self.scheduler.submit(frame)
+            safe = self._clamp_or_refuse(answer, frame.answered_by or policy, options)
         except (ServerError, PolicyError) as error:
             self.metrics.count_outcome(caller.name, error)
-            self._publish(request, error=error)
+            self._publish(frame, error=error)
             raise
-        changes["timings"] = self._timings(answer, request, now_s)
-        if note := self._note_on(observation.instruction, caller):
-            changes["notes"] = (note,)
-        if self.events.has_listeners:
-            self._publish(request, chunk=replace_unchecked(answer, changes))
-        changes |= _unwanted(options)
-        request.session.num_answers += 1
+        note = self._note_on(observation.instruction, caller)
+        chunk = replace(
+            safe,
+            timings=self._timings(answer, frame, now_s),
+            notes=(note,) if note else answer.notes,
+        )
+        self._publish(frame, chunk)
+        frame.session.num_answers += 1
         self.metrics.count_outcome(caller.name)
-        return replace_unchecked(answer, changes)
+        return _without_unrequested(chunk, options)
 
     def reset(self, session_id: str, caller: Caller) -> bool:
         """End a session; its next frame starts an episode. Returns whether there was one."""
@@ -196,7 +198,7 @@ class Service:
     def _check(
         self, observation: Observation, options: ActOptions, caller: Caller, is_peers: bool
     ) -> None:
-        """Refuse what the settings do not allow, and what no policy could answer."""
+        """Refuse options that the settings fix, empty instructions, and ignored inputs."""
         for name in ("decoding", "radius"):
             if getattr(options, name) is not None and not self.settings.allow_options:
                 raise RequestError(name, f"{name} is fixed by this server; leave it out")
@@ -205,7 +207,7 @@ class Service:
         self._check_inputs(observation, caller, is_peers)
 
     def _check_inputs(self, observation: Observation, caller: Caller, is_peers: bool) -> None:
-        """Refuse what the policy does not look at, or say in the log that it is not looked at."""
+        """Refuse inputs that the policy ignores, or log once that it ignores them."""
         settings, known = self.settings, self.last_info.cameras
         for name, reason in self.last_info.unread(observation).items():
             if settings.strict_inputs:
@@ -219,7 +221,7 @@ class Service:
             self._warn_once(caller, name, reason)
 
     def _note_on(self, instruction: str, caller: Caller) -> str:
-        """Return what there is to say of an instruction; the log says it once for each caller."""
+        """Return the note on an unknown instruction, or nothing; the log has it once per caller."""
         note = self.last_info.untrained(instruction)
         if note:
             self._warn_once(caller, "an unknown instruction", note)
@@ -227,36 +229,36 @@ class Service:
 
     def _warn_once(self, caller: Caller, what: str, reason: str) -> None:
         known = (caller.owner, what)
-        if known not in self._warned and len(self._warned) < _MOST_WARNED:
+        if known not in self._warned and len(self._warned) < MAX_WARNINGS:
             self._warned.add(known)
             logger.warning("frames of %s have %s: %s (said once)", *known, reason)
 
-    def _asked(self, options: ActOptions) -> ActOptions:
-        """Ask for trace and text when somebody watches, even if the caller wants neither.
+    def _policy_options(self, options: ActOptions) -> ActOptions:
+        """Return the options for the policy: with trace and text if a listener wants them.
 
-        Not for the text where the policy would not write it otherwise.
+        Without the text where the policy would write it only for the listener.
         """
         if not self.events.wants_traces:
             return options
         wants_text = options.want_reasoning or not self.last_info.thinks_when_asked
-        return replace_unchecked(options, {"want_trace": True, "want_reasoning": wants_text})
+        return replace(options, want_trace=True, want_reasoning=wants_text)
 
-    def _request(
+    def _new_frame(
         self,
         observation: Observation,
         options: ActOptions,
         caller: Caller,
         now_s: float,
         arrived_s: float,
-    ) -> Request:
-        """Return a frame with all that the queue and the policy need to know of it."""
+    ) -> QueuedFrame:
+        """Return the frame with its session, deadline, owner and kind."""
         session = self.sessions.open(caller.name, options.session_id, now_s)
         is_named = session.session_id is not None
         deadline_ms = options.deadline_ms or self.settings.default_deadline_ms
-        asked = self._asked(options)
+        asked = self._policy_options(options)
         info = self.last_info
         is_thinking = asked.want_reasoning or not info.thinks_when_asked
-        return Request(
+        return QueuedFrame(
             observation,
             asked,
             session,
@@ -264,14 +266,14 @@ class Service:
             deadline_s=math.inf if deadline_ms is None else arrived_s + deadline_ms / 1000,
             flow=session.flow if is_named else f"{session.flow}@{caller.address}",
             owner=caller.owner,
-            stays_until_s=arrived_s + caller.stays_s if caller.stays_s else None,
+            overfills_until_s=arrived_s + caller.overfills_s if caller.overfills_s else None,
             is_text=info.max_tokens is not None and is_thinking,
         )
 
-    def _safety_of(
+    def _clamp_or_refuse(
         self, answer: ActionChunk, policy: HostedPolicy, options: ActOptions
-    ) -> dict[str, object]:
-        """Return what has to change about an answer, or raise `UnsafeAnswerError`."""
+    ) -> ActionChunk:
+        """Return an answer that robots may execute, or raise `UnsafeAnswerError`."""
         try:
             actions = self._checked(answer.actions, policy, options)
         except UnsafeAnswerError:
@@ -282,9 +284,11 @@ class Service:
         if answer.intervention is not None:  # the policy says so itself
             self.metrics.interventions.labels(answer.intervention.value).inc()
         if actions is answer.actions:
-            return {}
+            return answer
         self.metrics.interventions.labels(Intervention.CLAMP.value).inc()
-        return {"actions": actions, "intervention": answer.intervention or Intervention.CLAMP}
+        return replace(
+            answer, actions=actions, intervention=answer.intervention or Intervention.CLAMP
+        )
 
     def _checked(
         self, actions: NDArray[np.float64], policy: HostedPolicy, options: ActOptions
@@ -292,10 +296,10 @@ class Service:
         limits = policy.limits_of(options.statistics_key)
         return checked_actions(actions, policy.info.action_dim, limits, self.settings.range)
 
-    def _checking(
+    def _forward_checked(
         self, on_actions: OnActions, policy: HostedPolicy, options: ActOptions
     ) -> OnActions:
-        """The same for the policy's thread to call: what is safe is handed on to the event loop."""
+        """Wrap `on_actions` for the policy's thread: safe actions go to the event loop."""
         loop = asyncio.get_running_loop()
 
         def hand_on(actions: NDArray[np.float64]) -> None:
@@ -305,48 +309,48 @@ class Service:
 
         return hand_on
 
-    def _timings(self, answer: ActionChunk, request: Request, decoded_s: float) -> StageTimings:
-        """Return an answer's timings with the server's own stages, and count it soon."""
-        total_s = time.monotonic() - request.arrived_s
-        # Counted once the answer has been sent.
-        count = partial(self.metrics.observe_answer, answer, request.queue_s, total_s)
+    def _timings(self, answer: ActionChunk, frame: QueuedFrame, decoded_s: float) -> StageTimings:
+        """Return the timings with the server's stages, and count them once the answer is sent."""
+        total_s = time.monotonic() - frame.arrived_s
+        count = partial(self.metrics.observe_answer, answer, frame.queue_s, total_s)
         asyncio.get_running_loop().call_soon(count)
         stages = {
-            "wire_ms": (decoded_s - request.arrived_s) * 1000,
-            "queue_ms": request.queue_s * 1000,
+            "wire_ms": (decoded_s - frame.arrived_s) * 1000,
+            "queue_ms": frame.queue_s * 1000,
             "total_ms": total_s * 1000,
         }
-        return replace_unchecked(answer.timings, stages)
+        return replace(answer.timings, **stages)
 
-    def _tell_end(self, caller: str, session_id: str) -> None:
+    def _publish_session_ended(self, caller: str, session_id: str) -> None:
         self.events.publish(SessionEnded(caller, session_id))
 
     def _publish(
-        self, request: Request, chunk: ActionChunk | None = None, error: Exception | None = None
+        self, frame: QueuedFrame, chunk: ActionChunk | None = None, error: Exception | None = None
     ) -> None:
         if not self.events.has_listeners:
             return
-        session = request.session
+        session = frame.session
         self.events.publish(
             FinishedAction(
                 caller=session.caller,
                 session_id=session.session_id,
                 step=session.num_answers,
-                observation=request.observation,
-                options=request.options,
+                observation=frame.observation,
+                options=frame.options,
                 chunk=chunk,
                 error=error,
             )
         )
 
 
-def _unwanted(options: ActOptions) -> dict[str, object]:
-    """Return what leaves out of an answer what only whoever watches asked for."""
-    wanted = {"trace": options.want_trace, "reasoning": options.want_reasoning}
-    unwanted: dict[str, object] = {
-        name: None for name, is_wanted in wanted.items() if not is_wanted
-    }
-    return unwanted if options.want_notes else {**unwanted, "notes": ()}
+def _without_unrequested(chunk: ActionChunk, options: ActOptions) -> ActionChunk:
+    """Clear trace, reasoning and notes that only a listener, such as the recorder, asked for."""
+    return replace(
+        chunk,
+        trace=chunk.trace if options.want_trace else None,
+        reasoning=chunk.reasoning if options.want_reasoning else None,
+        notes=chunk.notes if options.want_notes else (),
+    )
 
 
 def checked_actions(
@@ -355,10 +359,10 @@ def checked_actions(
     limits: ActionLimits | None,
     beyond: ActionRange,
 ) -> NDArray[np.float64]:
-    """Return what robots may execute of a policy's answer, the same array if nothing was clamped.
+    """Return the actions that robots may execute; the same array if nothing was clamped.
 
-    Finite, of the right shape, in the range that the policy says; raises `UnsafeAnswerError` for
-    what no robot should do. Limits on the change from one action to the next are the robot's, which
+    Raises `UnsafeAnswerError` if the shape is wrong, a value is not finite, or out of the policy's
+    range. Limits on the change from one action to the next are the robot's, which
     alone knows what was executed.
     """
     if actions.shape[0] < 1 or actions.shape[1] != action_dim:

@@ -1,20 +1,20 @@
-"""Whose frame goes first: owners take turns, and so do the flows of an owner."""
+"""The order of frames: owners take turns, and so do the flows of an owner."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from deft_server.serving.request import Request
+from deft_server.serving.frame import QueuedFrame
 
 REMEMBERED_TURNS = 256
-ARREARS = 8  # turns that nobody can be behind by more: they are for who was refused
+MAX_CREDIT_TURNS = 8  # an idle or refused owner or flow gets at most so many turns ahead
 
 
 class Turns:
     """How many frames each name had started."""
 
     def __init__(self) -> None:
-        self._counts: dict[str, int] = {}  # frames started, from where all began
-        self._level = 0  # where those begin that come now
+        self._counts: dict[str, int] = {}  # frames started
+        self._level = 0  # the count with which a new name begins
 
     def __getitem__(self, name: str) -> int:
         return self._counts.get(name, self._level)
@@ -24,8 +24,8 @@ class Turns:
         return self[name] < self._level - 1
 
     def join(self, name: str) -> None:
-        """Note that a name waits again."""
-        self._counts[name] = max(self[name], self._level - ARREARS)
+        """Note that a name waits again, and limit its credit."""
+        self._counts[name] = max(self[name], self._level - MAX_CREDIT_TURNS)
 
     def start(self, name: str) -> None:
         """Note that a frame was started."""
@@ -34,16 +34,16 @@ class Turns:
         self._counts[name] = count + 1
 
     def forget_all_but(self, waiting: Collection[str]) -> None:
-        """Drop what makes no difference, and what is too much to be remembered."""
+        """Bound the memory: keep the counts of waiting names alone once there are many."""
         if len(self._counts) > len(waiting) + REMEMBERED_TURNS:
             self._counts = {name: self[name] for name in waiting}
 
 
 class TurnOrder:
-    """Whose frame goes first: the turns of all owners, and of the flows of each.
+    """The turns of all owners, and of the flows of each.
 
-    Whoever had the fewest frames started goes first. Time spent away earns no more credit than a
-    few turns.
+    The owner with the fewest started frames goes first. Idle time earns at most
+    `MAX_CREDIT_TURNS`.
     """
 
     def __init__(self, patience_s: float) -> None:
@@ -56,7 +56,7 @@ class TurnOrder:
         """Whether any frame of an owner waits."""
         return owner in self._waiting
 
-    def join(self, frame: Request) -> None:
+    def join(self, frame: QueuedFrame) -> None:
         """Note that a frame waits."""
         flows = self._waiting.setdefault(frame.owner, Counter())
         if not flows:
@@ -65,7 +65,7 @@ class TurnOrder:
             self._flows.setdefault(frame.owner, Turns()).join(frame.flow)
         flows[frame.flow] += 1
 
-    def leave(self, frame: Request) -> None:
+    def leave(self, frame: QueuedFrame) -> None:
         """Note that a frame waits no more."""
         flows = self._waiting[frame.owner]
         flows[frame.flow] -= 1
@@ -74,7 +74,7 @@ class TurnOrder:
         if not flows:
             del self._waiting[frame.owner]
 
-    def start(self, frames: Sequence[Request]) -> None:
+    def start(self, frames: Sequence[QueuedFrame]) -> None:
         """Note whose frames were started."""
         for frame in frames:
             self._owners.start(frame.owner)
@@ -85,20 +85,20 @@ class TurnOrder:
             if owner not in self._waiting and len(self._flows) > REMEMBERED_TURNS:
                 del self._flows[owner]
 
-    def flow_turn(self, frame: Request) -> int:
+    def flow_turn(self, frame: QueuedFrame) -> int:
         """Return how many frames of its flow were started."""
         return self._flows[frame.owner][frame.flow]
 
-    def is_behind(self, frame: Request) -> bool:
+    def is_behind(self, frame: QueuedFrame) -> bool:
         """Whether other flows of its owner had more than one turn since its last one."""
         return self._flows[frame.owner].is_behind(frame.flow)
 
-    def is_urgent(self, frame: Request, now_s: float) -> bool:
+    def is_urgent(self, frame: QueuedFrame, now_s: float) -> bool:
         """Whether a frame's deadline is near, or it has waited as long as one without should."""
         return frame.due_s <= (now_s + self._patience_s if frame.has_deadline else now_s)
 
-    def in_order(self, frames: Collection[Request], now_s: float) -> list[Request]:
-        """Return frames, who goes first first: by turns of the owners.
+    def in_order(self, frames: Collection[QueuedFrame], now_s: float) -> list[QueuedFrame]:
+        """Return the frames in the order in which they should start: by turns of the owners.
 
         Among those of one owner, urgent ones come first, by turns of the flows.
         """

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deft_server.errors import DeadlineError
+from deft_server.serving.frame import QueuedFrame
 from deft_server.serving.queue import FrameQueue
-from deft_server.serving.request import Request
 from tests.server.serving.queued import queued
 
 STARTS_S = 10.0
@@ -53,10 +53,10 @@ class Fleet:
         self._chance = random.Random(seed)
         self._numbers = itertools.count()
         self._events: list[tuple[float, int, str, object]] = []
-        self._sent: dict[str, Request] = {}  # what each robot waits for
-        self._robot_of: dict[Request, Robot] = {}
-        self._left: dict[Request, int] = {}  # rounds, of those with the policy
-        self._joining: list[Request] = []
+        self._sent: dict[str, QueuedFrame] = {}  # what each robot waits for
+        self._robot_of: dict[QueuedFrame, Robot] = {}
+        self._left: dict[QueuedFrame, int] = {}  # rounds, of those with the policy
+        self._joining: list[QueuedFrame] = []
         self._is_playing = False
 
     def play(self, seconds: float) -> list[int]:
@@ -70,7 +70,7 @@ class Fleet:
                 break
             if isinstance(about, Robot):
                 self._send(about, now_s)
-            elif isinstance(about, Request):
+            elif isinstance(about, QueuedFrame):
                 self._end(about, "late")
                 self.queue.remove(about)
             else:
@@ -96,14 +96,14 @@ class Fleet:
         self._robot_of[frame] = robot
         self._sent[robot.name] = frame
         try:
-            self.queue.offer(frame, now_s)
+            self.queue.enqueue(frame, now_s)
         except DeadlineError:
             self._end(frame, "refused")
             return
         if frame.has_deadline:
             self._later(frame.deadline_s, "deadline", frame)
 
-    def _end(self, frame: Request, fate: str) -> None:
+    def _end(self, frame: QueuedFrame, fate: str) -> None:
         name = frame.flow
         if self._sent.get(name) is frame:
             del self._sent[name]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from deft_core.types import ActOptions
-from deft_server.serving.request import Request
+from deft_server.serving.frame import QueuedFrame
 from deft_server.serving.sessions import RobotSession
 from tests.standins.policies import frame
 
@@ -20,15 +20,15 @@ def queued(
     deadline_s: float = math.inf,
     is_session: bool = True,
     **fields: Any,
-) -> Request:
+) -> QueuedFrame:
     session = RobotSession("caller", flow if is_session else None, arrived_s)
     seen = replace(_SEEN, instruction=str(number))
-    return Request(seen, ActOptions(), session, arrived_s, deadline_s, flow, **fields)
+    return QueuedFrame(seen, ActOptions(), session, arrived_s, deadline_s, flow, **fields)
 
 
-def number_of(request: Request) -> int:
-    return int(request.observation.instruction)
+def number_of(frame: QueuedFrame) -> int:
+    return int(frame.observation.instruction)
 
 
-def numbers(requests: Sequence[Request]) -> list[int]:
-    return [number_of(one) for one in requests]
+def numbers(frames: Sequence[QueuedFrame]) -> list[int]:
+    return [number_of(one) for one in frames]

@@ -144,7 +144,7 @@ def test_a_caller_beyond_its_rate_is_told_how_long_to_wait():
 
 
 def test_a_caller_whose_frames_stay_is_slowed_down_to_its_rate():
-    access, caller = Access(), Caller("old client", rate_per_s=10, burst=1, stays_s=0.15)
+    access, caller = Access(), Caller("old client", rate_per_s=10, burst=1, overfills_s=0.15)
     assert [access.admit_frame(caller, 0.0) for _ in range(2)] == pytest.approx([0.0, 0.1])
     with pytest.raises(OverloadedError):
         access.admit_frame(caller, 0.0)

@@ -59,7 +59,7 @@ async def test_while_a_policy_loads_the_log_and_callers_hear_what_is_done(
         doing("")
         return obedient()
 
-    monkeypatch.setattr(scheduler, "TELL_EVERY_S", 0.01)
+    monkeypatch.setattr(scheduler, "LOG_PROGRESS_EVERY_S", 0.01)
     caplog.set_level("INFO")
     service = Service(load, Settings())
     service.start()

@@ -8,8 +8,8 @@ import pytest
 
 from deft_server.errors import DeadlineError, OverloadedError
 from deft_server.serving.admission import ConcurrencyLimit
+from deft_server.serving.frame import QueuedFrame
 from deft_server.serving.queue import FrameQueue
-from deft_server.serving.request import Request
 from tests.server.serving.queued import numbers, queued
 
 pytestmark = pytest.mark.promise
@@ -17,31 +17,31 @@ pytestmark = pytest.mark.promise
 RULES = {"max_batch": 2, "max_waiting": 6, "patience_s": 0.2}
 
 
-def queue_with(*frames: Request) -> FrameQueue:
+def queue_with(*frames: QueuedFrame) -> FrameQueue:
     queue = FrameQueue(**RULES)
     for frame in frames:
-        queue.offer(frame, frame.arrived_s)
+        queue.enqueue(frame, frame.arrived_s)
     return queue
 
 
-def start(queue: FrameQueue, now_s: float) -> list[Request]:
+def start(queue: FrameQueue, now_s: float) -> list[QueuedFrame]:
     chosen, _ = queue.next_batch(now_s)
     assert chosen
     return chosen
 
 
 def finish(
-    queue: FrameQueue, batch: list[Request], now_s: float, service_s: float | None = None
+    queue: FrameQueue, batch: list[QueuedFrame], now_s: float, service_s: float | None = None
 ) -> None:
     for frame in batch:
         queue.admission.finish(frame, now_s, service_s)
 
 
-def busy_queue(service_s: float = 0.02, at_s: float = 0.0) -> tuple[FrameQueue, list[Request]]:
+def busy_queue(service_s: float = 0.02, at_s: float = 0.0) -> tuple[FrameQueue, list[QueuedFrame]]:
     """Return a queue with one frame in flight, whose policy is known to take `service_s`."""
     queue = queue_with(queued(1000, "first", at_s))
     finish(queue, start(queue, at_s), at_s, service_s)
-    queue.offer(queued(1001, "busy", at_s), at_s)
+    queue.enqueue(queued(1001, "busy", at_s), at_s)
     return queue, start(queue, at_s)
 
 
@@ -70,7 +70,7 @@ def test_deadlines_without_end_do_not_starve_a_frame_without():
     for turn in range(1, 20):
         at_s = turn * 0.05
         for one in (2 * turn, 2 * turn + 1):
-            queue.offer(queued(one, f"s{one}", at_s, deadline_s=at_s + 0.1), at_s)
+            queue.enqueue(queued(one, f"s{one}", at_s, deadline_s=at_s + 0.1), at_s)
         batch = start(queue, at_s)
         finish(queue, batch, at_s + 0.05, 0.05)
         if 0 in numbers(batch):
@@ -90,7 +90,7 @@ def test_deadlines_are_met_beside_a_hundred_busy_sessions():
             crowd += [queued(next(number), f"robot{n}", at_s, at_s + 0.3) for n in range(4)]
         for frame in crowd:
             try:
-                queue.offer(frame, at_s)
+                queue.enqueue(frame, at_s)
             except OverloadedError:
                 assert not frame.has_deadline
             else:
@@ -112,10 +112,10 @@ def test_an_owner_beyond_its_share_pushes_nobody_out():
         for n in range(10):  # with deadlines, which do not help it to the share of others
             frame = queued(next(number), f"g{n}", at_s, at_s + 0.2, owner="greedy")
             try:
-                queue.offer(frame, at_s)
+                queue.enqueue(frame, at_s)
             except DeadlineError:
                 continue
-        queue.offer(queued(next(number), "one", at_s, owner="modest"), at_s)
+        queue.enqueue(queued(next(number), "one", at_s, owner="modest"), at_s)
         batch = start(queue, at_s)
         answered.update(one.owner for one in batch)
         finish(queue, batch, at_s + 0.02, 0.02)
@@ -127,11 +127,11 @@ def test_idle_time_earns_no_credit_and_time_alone_no_debt():
     queue = FrameQueue(max_batch=1)
     number = itertools.count()
     for turn in range(100):
-        queue.offer(queued(next(number), "a", turn, owner="alone"), turn)
+        queue.enqueue(queued(next(number), "a", turn, owner="alone"), turn)
         finish(queue, start(queue, turn), turn)
     for n in range(6):
         for owner in ("alone", "comes"):
-            queue.offer(queued(next(number), f"{owner}{n}", 100, owner=owner), 100)
+            queue.enqueue(queued(next(number), f"{owner}{n}", 100, owner=owner), 100)
     order = []
     for _ in range(12):
         batch = start(queue, 100)
@@ -143,20 +143,20 @@ def test_idle_time_earns_no_credit_and_time_alone_no_debt():
 def test_the_last_eighth_is_for_deadlines_and_new_owners():
     queue = FrameQueue(max_waiting=16)
     for n in range(14):
-        queue.offer(queued(n, f"s{n}", 0.0, owner="greedy"), 0.0)
+        queue.enqueue(queued(n, f"s{n}", 0.0, owner="greedy"), 0.0)
     with pytest.raises(OverloadedError):
-        queue.offer(queued(14, "s14", 0.0, owner="greedy"), 0.0)
-    queue.offer(queued(15, "one", 0.0, owner="modest"), 0.0)
-    queue.offer(queued(16, "s16", 0.0, deadline_s=9.0, owner="greedy"), 0.0)
+        queue.enqueue(queued(14, "s14", 0.0, owner="greedy"), 0.0)
+    queue.enqueue(queued(15, "one", 0.0, owner="modest"), 0.0)
+    queue.enqueue(queued(16, "s16", 0.0, deadline_s=9.0, owner="greedy"), 0.0)
     with pytest.raises(OverloadedError) as refusal:
-        queue.offer(queued(17, "other", 0.0, owner="other"), 0.0)
+        queue.enqueue(queued(17, "other", 0.0, owner="other"), 0.0)
     assert refusal.value.retry_after_s >= 0
 
 
 def test_a_newer_frame_of_a_session_takes_the_turn_of_the_one_that_waits():
     first = queued(1, "a", 0.0)
     queue = queue_with(first, queued(2, "b", 0.01), queued(3, "c", 0.02))
-    assert queue.offer(queued(4, "a", 0.05), 0.05) is first
+    assert queue.enqueue(queued(4, "a", 0.05), 0.05) is first
     assert numbers(start(queue, 0.1)) == [4, 2]
 
 
@@ -167,7 +167,7 @@ def test_frames_that_name_no_session_do_not_supersede_each_other():
 
 def test_nothing_starts_while_a_batch_is_with_the_policy():
     queue, batch = busy_queue()
-    queue.offer(queued(1, "a", 0.0), 0.0)
+    queue.enqueue(queued(1, "a", 0.0), 0.0)
     assert queue.next_batch(0.0) == ([], [])
     finish(queue, batch, 0.02, 0.02)
     assert numbers(start(queue, 0.02)) == [1]
@@ -177,7 +177,7 @@ def test_a_lone_session_never_waits_for_company():
     queue = FrameQueue(**RULES)
     for turn in range(5):
         at_s = turn * 0.06
-        queue.offer(queued(turn, "only", at_s), at_s)
+        queue.enqueue(queued(turn, "only", at_s), at_s)
         batch = start(queue, at_s)
         assert numbers(batch) == [turn]
         finish(queue, batch, at_s + 0.01, 0.01)
@@ -186,29 +186,31 @@ def test_a_lone_session_never_waits_for_company():
 def test_a_staying_frame_takes_no_place_from_other_owners():
     queue = queue_with(*(queued(n, f"s{n}", 0.0, owner="new") for n in range(6)))
     for number in (10, 11):
-        stays = queued(number, "old", 0.0, is_session=False, stays_until_s=9.0, owner="old client")
-        queue.offer(stays, 0.0)
+        stays = queued(
+            number, "old", 0.0, is_session=False, overfills_until_s=9.0, owner="old client"
+        )
+        queue.enqueue(stays, 0.0)
     with pytest.raises(OverloadedError):
-        queue.offer(queued(12, "s12", 0.0, owner="new"), 0.0)
+        queue.enqueue(queued(12, "s12", 0.0, owner="new"), 0.0)
     assert numbers(start(queue, 0.0)) == [0, 10]
-    queue.offer(queued(20, "s20", 0.0, owner="new"), 0.0)
+    queue.enqueue(queued(20, "s20", 0.0, owner="new"), 0.0)
     with pytest.raises(OverloadedError):
-        queue.offer(queued(21, "s21", 0.0, owner="new"), 0.0)
+        queue.enqueue(queued(21, "s21", 0.0, owner="new"), 0.0)
 
 
 def test_an_owner_whose_frames_stay_has_no_room_for_one_that_does_not():
     queue = queue_with(
-        *(queued(n, "one", 0.0, is_session=False, stays_until_s=9.0) for n in range(6))
+        *(queued(n, "one", 0.0, is_session=False, overfills_until_s=9.0) for n in range(6))
     )
     with pytest.raises(OverloadedError):
-        queue.offer(queued(10, "one", 0.0, is_session=False), 0.0)
+        queue.enqueue(queued(10, "one", 0.0, is_session=False), 0.0)
 
 
 def test_a_flow_with_many_frames_does_not_delay_one_with_one():
     queue, batch = busy_queue(service_s=0.02)
     for number in range(3):
-        queue.offer(queued(number, "greedy", 0.0, is_session=False), 0.0)
-    queue.offer(queued(10, "modest", 0.001), 0.001)
+        queue.enqueue(queued(number, "greedy", 0.0, is_session=False), 0.0)
+    queue.enqueue(queued(10, "modest", 0.001), 0.001)
     finish(queue, batch, 0.02)
     assert numbers(start(queue, 0.02)) == [0, 10]
 
@@ -216,21 +218,21 @@ def test_a_flow_with_many_frames_does_not_delay_one_with_one():
 def test_a_deadline_that_cannot_be_met_is_refused_at_once():
     queue, _ = busy_queue(service_s=0.02)
     with pytest.raises(DeadlineError):
-        queue.offer(queued(1, "first", 0.0, deadline_s=0.03), 0.0)
-    queue.offer(queued(2, "first", 0.0, deadline_s=0.05), 0.0)
+        queue.enqueue(queued(1, "first", 0.0, deadline_s=0.03), 0.0)
+    queue.enqueue(queued(2, "first", 0.0, deadline_s=0.05), 0.0)
     with pytest.raises(DeadlineError):  # even the batch that is under way takes longer
-        queue.offer(queued(3, "never seen", 0.0, deadline_s=0.01), 0.0)
+        queue.enqueue(queued(3, "never seen", 0.0, deadline_s=0.01), 0.0)
 
 
 def test_a_passed_deadline_is_refused_without_measurements():
     with pytest.raises(DeadlineError):
-        FrameQueue(**RULES).offer(queued(1, "a", 0.0, deadline_s=0.01), 0.02)
+        FrameQueue(**RULES).enqueue(queued(1, "a", 0.0, deadline_s=0.01), 0.02)
 
 
 def test_a_frame_that_waited_too_long_is_dropped_before_its_batch_starts():
     queue, batch = busy_queue(service_s=0.02)
     late = queued(1, "first", 0.0, deadline_s=0.05)
-    queue.offer(late, 0.0)
+    queue.enqueue(late, 0.0)
     finish(queue, batch, 0.04, 0.02)
     assert queue.next_batch(0.04) == ([], [late])
 
@@ -241,29 +243,29 @@ def test_one_slow_batch_does_not_lock_everybody_out():
     queue = queue_with(queued(1, "a", 0.0))
     finish(queue, start(queue, 0.0), 5.0, 5.0)
     with pytest.raises(DeadlineError):
-        queue.offer(queued(2, "a", 5.5, deadline_s=5.7), 5.5)
-    queue.offer(queued(3, "a", 6.5, deadline_s=6.7), 6.5)
+        queue.enqueue(queued(2, "a", 5.5, deadline_s=5.7), 5.5)
+    queue.enqueue(queued(3, "a", 6.5, deadline_s=6.7), 6.5)
     assert numbers(start(queue, 6.5)) == [3]
 
 
 def test_a_reset_takes_the_waiting_frame_out():
     frame = queued(1, "a", 0.0)
     queue = queue_with(frame, queued(2, "b", 0.0))
-    assert queue.forget("a") is frame
+    assert queue.remove_session("a") is frame
     assert numbers(start(queue, 0.0)) == [2]
-    assert queue.forget("a") is None
+    assert queue.remove_session("a") is None
 
 
 def test_the_time_until_there_is_room_follows_the_measured_service_time():
     queue, _ = busy_queue(service_s=0.02)
     for number in range(3):
-        queue.offer(queued(number, f"s{number}", 0.0), 0.0)
+        queue.enqueue(queued(number, f"s{number}", 0.0), 0.0)
     assert math.isclose(queue.clears_in_s(0.005), 0.015 + 2 * 0.02)
 
 
-def answered(queue: FrameQueue, frame: Request, service_s: float) -> float:
+def answered(queue: FrameQueue, frame: QueuedFrame, service_s: float) -> float:
     """Have one frame answered alone; return when that was."""
-    queue.offer(frame, frame.arrived_s)
+    queue.enqueue(frame, frame.arrived_s)
     batch = start(queue, frame.arrived_s)
     assert batch == [frame]
     finish(queue, batch, frame.arrived_s + service_s, service_s)
@@ -277,11 +279,11 @@ def test_a_strangers_long_prompts_cost_nobody_a_deadline():
         now_s = answered(queue, queued(2 * n, "stranger", now_s), 1.0)
         now_s = answered(queue, queued(2 * n + 1, "robot", now_s, now_s + 0.1), 0.05)
     now_s = answered(queue, queued(90, "stranger", now_s), 1.0)
-    queue.offer(queued(98, "stranger", now_s), now_s)
-    queue.offer(queued(99, "robot", now_s, now_s + 0.1), now_s)
+    queue.enqueue(queued(98, "stranger", now_s), now_s)
+    queue.enqueue(queued(99, "robot", now_s, now_s + 0.1), now_s)
     assert numbers(start(queue, now_s)) == [99, 98]
     with pytest.raises(DeadlineError):
-        queue.offer(queued(100, "stranger", now_s, now_s + 0.1), now_s)
+        queue.enqueue(queued(100, "stranger", now_s, now_s + 0.1), now_s)
 
 
 def test_a_flow_that_was_slow_once_is_tried_again_though_others_go_on():
@@ -297,7 +299,7 @@ def test_joining_frames_leave_no_place_empty():
     queue.admission.joins_midway = True
     first = start(queue, 0.0)
     for number in (2, 3):
-        queue.offer(queued(number, f"s{number}", 0.0), 0.0)
+        queue.enqueue(queued(number, f"s{number}", 0.0), 0.0)
     assert numbers(start(queue, 0.0)) == [2]
     finish(queue, first, 0.01, 0.01)
     assert numbers(start(queue, 0.01)) == [3]

@@ -7,8 +7,8 @@ from hypothesis import settings, strategies
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from deft_server.errors import DeadlineError, OverloadedError
+from deft_server.serving.frame import QueuedFrame
 from deft_server.serving.queue import FrameQueue
-from deft_server.serving.request import Request
 from tests.server.serving.queued import number_of, queued
 
 pytestmark = pytest.mark.promise
@@ -27,10 +27,10 @@ class Traffic(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.queue = FrameQueue(**RULES, num_replicas=self.num_replicas)
-        self.flying: list[Request] = []
+        self.flying: list[QueuedFrame] = []
         self.now_s = 100.0
         self.count = 0
-        self.waiting: dict[int, Request] = {}
+        self.waiting: dict[int, QueuedFrame] = {}
 
     @rule(
         flow=FLOWS,
@@ -46,12 +46,12 @@ class Traffic(RuleBasedStateMachine):
             self.now_s,
             math.inf if deadline_s is None else self.now_s + deadline_s,
             is_session=flow < "g",
-            stays_until_s=math.inf if stays else None,
+            overfills_until_s=math.inf if stays else None,
             owner=owner,
         )
         num_bound = self.num_bound()
         try:
-            superseded = self.queue.offer(frame, self.now_s)
+            superseded = self.queue.enqueue(frame, self.now_s)
         except OverloadedError:
             assert not stays
             assert num_bound + self.num_staying(owner) >= RULES["max_waiting"]
@@ -65,11 +65,11 @@ class Traffic(RuleBasedStateMachine):
         self.waiting[number_of(frame)] = frame
 
     def num_bound(self) -> int:
-        return sum(one.stays_until_s is None for one in self.waiting.values())
+        return sum(one.overfills_until_s is None for one in self.waiting.values())
 
     def num_staying(self, owner: str) -> int:
         waiting = self.waiting.values()
-        return sum(one.stays_until_s is not None and one.owner == owner for one in waiting)
+        return sum(one.overfills_until_s is not None and one.owner == owner for one in waiting)
 
     @rule(step_s=STEPS_S)
     def wait(self, step_s: float) -> None:

@@ -12,8 +12,8 @@ from deft_policies.base import ActAnswer, Policy
 from deft_policies.errors import DeviceError, RequestError
 from deft_policies.memory import SessionMemory
 from deft_server.errors import PolicyFailedError
+from deft_server.serving.frame import FailedCall, Failure, QueuedFrame
 from deft_server.serving.queue import FrameQueue
-from deft_server.serving.request import FailedCall, Failure, Request
 from deft_server.serving.rounds import Rounds
 from deft_server.serving.sessions import RobotSession
 from tests.standins.policies import (
@@ -30,22 +30,24 @@ from tests.standins.policies import (
 pytestmark = pytest.mark.promise
 
 
-def asked(instruction: str, session: RobotSession | None = None) -> Request:
+def asked(instruction: str, session: RobotSession | None = None) -> QueuedFrame:
     session = session or new_session()
-    return Request(frame(instruction=instruction), ActOptions(), session, 0.0, flow=session.flow)
+    return QueuedFrame(
+        frame(instruction=instruction), ActOptions(), session, 0.0, flow=session.flow
+    )
 
 
 def new_session(name: str = "a", num_steps: int = 0) -> RobotSession:
     return RobotSession("caller", name, 0.0, SessionMemory(num_steps=num_steps))
 
 
-def played(rounds: Rounds, *joining: Request) -> list[Request]:
+def played(rounds: Rounds, *joining: QueuedFrame) -> list[QueuedFrame]:
     ended, failures = rounds.play(joining)
     assert not failures
     return ended
 
 
-def played_out(rounds: Rounds, *joining: Request) -> tuple[list[Request], list[Failure]]:
+def played_out(rounds: Rounds, *joining: QueuedFrame) -> tuple[list[QueuedFrame], list[Failure]]:
     """Let frames join and play until nothing is left: who has ended, and what failed."""
     ended, calls = rounds.play(joining)
     while rounds.num_running:
@@ -54,7 +56,7 @@ def played_out(rounds: Rounds, *joining: Request) -> tuple[list[Request], list[F
     return ended, [one.kind for one in calls]
 
 
-def names(frames: Sequence[Request]) -> list[str]:
+def names(frames: Sequence[QueuedFrame]) -> list[str]:
     return [one.observation.instruction for one in frames]
 
 
@@ -80,7 +82,7 @@ def test_what_nobody_waits_for_is_cut_and_disturbs_no_other():
     rounds = Rounds(policy)
     kept, gone = asked("3 kept"), asked("9 gone")
     played(rounds, kept, gone)
-    gone.is_given_up = True
+    gone.is_cancelled = True
     assert played(rounds) == [gone]
     assert gone.outcome is None
     assert played(rounds) == [kept]
@@ -148,7 +150,7 @@ def test_frames_lost_during_a_retry_are_answered_alone():
     assert rounds.num_running == 0
 
 
-def failing_once(*instructions: str) -> tuple[SteppedFake, Rounds, list[Request]]:
+def failing_once(*instructions: str) -> tuple[SteppedFake, Rounds, list[QueuedFrame]]:
     """Frames whose first round has failed."""
     policy = SteppedFake()
     policy.error = lambda names: ValueError("once") if len(policy.rounds) == 1 else None
@@ -174,7 +176,7 @@ def test_what_failed_is_tried_again_in_rounds_of_one_step_like_any_other():
 def test_callers_who_leave_are_not_answered_once_more():
     policy, rounds, (playing, waiting, kept) = failing_once("30 playing", "30 waiting", "2 kept")
     played(rounds)
-    playing.is_given_up = waiting.is_given_up = True
+    playing.is_cancelled = waiting.is_cancelled = True
     ended, _ = played_out(rounds)
     assert set(ended) == {playing, waiting, kept}
     assert policy.rounds[1:] == [["30 playing"], ["2 kept"], ["2 kept"]]
@@ -233,7 +235,7 @@ def test_a_policy_that_cannot_let_go_of_an_answer_goes_on_with_the_others(
     rounds = Rounds(policy)
     gone, kept, bad = asked("9 gone"), asked("3 kept"), asked("1 bad")
     played(rounds, gone, kept)
-    gone.is_given_up = True
+    gone.is_cancelled = True
     assert played(rounds) == [gone]
     ended, _ = played_out(rounds, bad)
     assert set(ended) == {kept, bad}
@@ -267,12 +269,12 @@ def test_a_policy_that_cannot_be_stepped_answers_in_one_round():
     assert (policy.sizes, both[0].size, rounds.num_running) == ([2], 2, 0)
 
 
-def batch_of(*instructions: str) -> list[Request]:
+def batch_of(*instructions: str) -> list[QueuedFrame]:
     return [asked(instruction) for instruction in instructions]
 
 
 def attempted(
-    policy: Policy, frames: Sequence[Request]
+    policy: Policy, frames: Sequence[QueuedFrame]
 ) -> tuple[list[ActAnswer | Exception | None], list[Failure]]:
     """Play frames to their end; return what became of each, and what failed."""
     ended, failures = played_out(Rounds(policy), *frames)
@@ -392,14 +394,14 @@ class SteppedTraffic(RuleBasedStateMachine):
         self.queue = FrameQueue(max_batch=PLACES, max_waiting=64)
         self.queue.admission.joins_midway = True
         self.now_s = 100.0
-        self.flying: list[Request] = []
-        self.joining: list[Request] = []
-        self.dropped: set[Request] = set()
+        self.flying: list[QueuedFrame] = []
+        self.joining: list[QueuedFrame] = []
+        self.dropped: set[QueuedFrame] = set()
         self.sessions = {name: new_session(name) for name in "abcdef"}
 
     @rule(flow=strategies.sampled_from("abcdef"), num_rounds=strategies.integers(1, 5))
     def send(self, flow: str, num_rounds: int) -> None:
-        self.queue.offer(asked(f"{num_rounds} of {flow}", self.sessions[flow]), self.now_s)
+        self.queue.enqueue(asked(f"{num_rounds} of {flow}", self.sessions[flow]), self.now_s)
         self.start()
 
     def start(self) -> None:
@@ -411,7 +413,7 @@ class SteppedTraffic(RuleBasedStateMachine):
     @rule(data=strategies.data())
     def give_up(self, data: strategies.DataObject) -> None:
         dropped = data.draw(strategies.sampled_from(self.flying))
-        dropped.is_given_up = True
+        dropped.is_cancelled = True
         self.dropped.add(dropped)
 
     def fault(self, names: list[str]) -> Exception | None:
@@ -424,7 +426,7 @@ class SteppedTraffic(RuleBasedStateMachine):
 
     @rule(flow=strategies.sampled_from("abcdef"))
     def send_poison(self, flow: str) -> None:
-        self.queue.offer(asked(f"3 poison of {flow}", self.sessions[flow]), self.now_s)
+        self.queue.enqueue(asked(f"3 poison of {flow}", self.sessions[flow]), self.now_s)
         self.start()
 
     @precondition(lambda self: self.num_faults < 2)  # more could hit one frame again and again
@@ -459,7 +461,7 @@ class SteppedTraffic(RuleBasedStateMachine):
     def every_place_is_taken_that_can_be(self) -> None:
         flows = {one.flow for one in self.flying}
         assert len(flows) == len(self.flying) <= PLACES
-        could_go = {one.flow for one in self.queue.frames} - flows
+        could_go = {one.flow for one in self.queue.waiting} - flows
         assert not could_go or len(self.flying) == PLACES
         assert self.rounds.num_running == len(self.flying) - len(self.joining)
         assert len(self.policy.left) <= self.rounds.num_running

@@ -157,7 +157,7 @@ async def test_a_frame_that_stays_is_refused_when_it_may_stay_no_longer():
     busy = send(service)
     await entered(policy)
     with pytest.raises(OverloadedError):
-        await send(service, caller=Caller("old client", stays_s=0.05))
+        await send(service, caller=Caller("old client", overfills_s=0.05))
     assert service.scheduler.num_waiting == 0
     policy.gate.set()
     await busy

@@ -1,7 +1,7 @@
-"""A frame from its admission to its answer, in one value.
+"""A frame from its arrival to its answer, in one value.
 
-The queue notes its progress in it, the policy's rounds what became of it. Nobody else holds the
-answer: the scheduler passes it on to whoever waits.
+The service makes it, the queue and the policy's rounds fill it in, and the scheduler delivers its
+outcome to the caller that waits.
 """
 
 import math
@@ -31,42 +31,42 @@ class FailedCall:
 
 
 @dataclass(eq=False, slots=True)
-class Request:
-    """One observation on its way; complete when it is made.
+class QueuedFrame:
+    """One observation that is to be answered.
 
     Times are seconds on the monotonic clock.
     """
 
     observation: Observation
-    options: ActOptions  # as the policy is asked: with a trace where somebody watches
+    options: ActOptions  # for the policy: with a trace if a listener wants it
     session: RobotSession
     arrived_s: float
     deadline_s: float = math.inf
     flow: str = ""  # a session, or all frames of a caller that name none
-    owner: str = ""  # whose share it takes
-    stays_until_s: float | None = None  # may overfill the queue, and is refused then
+    owner: str = ""  # an API key, or an address: owners take turns
+    overfills_until_s: float | None = None  # may overfill the queue until then
     is_text: bool = False  # the answer is a text and an action, which takes many rounds
-    on_actions: OnActions | None = None  # who wants them as they are committed
-    is_given_up: bool = False  # nobody waits for the answer any more
-    # The queue notes:
+    on_actions: OnActions | None = None  # called with actions as they are committed
+    is_cancelled: bool = False  # the caller does not wait any more
+    # Set by the queue:
     due_s: float = 0.0  # the deadline, or when a frame without one has waited long enough
     started_s: float = 0.0
     done_s: float = 0.0  # how much of it is done, in seconds that it would have taken alone
     shared_s: float = 0.0  # the sum over time of how many frames shared its rounds
-    queue_s: float = 0.0  # how long it waited, once it is answered
-    # The policy's rounds note:
+    queue_s: float = 0.0  # waiting time, set when it is answered
+    # Set by the policy's rounds:
     outcome: Outcome | None = None  # None where it was cut
     joined_s: float = 0.0  # by time.perf_counter, where the policy is
     service_s: float = 0.0
     size: int = 0  # the most frames that were answered together, this one among them
-    num_tries: int = 0  # how often it began
+    num_tries: int = 0  # how often it was started
     failures: list[Failure] = field(default_factory=list)  # of calls, perhaps because of it
-    replica: str = "0"  # who answered, where there are several
-    answered_by: "HostedPolicy | None" = None  # where replicas may have another than the server
+    replica: str = "0"  # which one answered
+    answered_by: "HostedPolicy | None" = None  # a replica may serve another than the front
 
     @property
-    def ask(self) -> ActRequest:
-        """What the policy is asked, with the session's memory as it is now.
+    def policy_request(self) -> ActRequest:
+        """The request to the policy, with the session's memory as it is now.
 
         Read it when the frame goes to the policy: the frame before it may change the memory.
         """
@@ -79,19 +79,19 @@ class Request:
 
     @property
     def has_deadline(self) -> bool:
-        """Whether the caller said when the answer is of no more use."""
+        """Whether the caller set a deadline."""
         return self.deadline_s < math.inf
 
     @property
-    def is_hurried(self) -> bool:
-        """Whether it goes on while texts, and frames without a deadline, sit a round out."""
+    def has_priority(self) -> bool:
+        """Whether most rounds are for such frames alone: actions with a deadline."""
         return self.has_deadline and not self.is_text
 
     @property
-    def alike(self) -> str:
-        """The name of the frames that take as long as this one: those of its flow and kind."""
+    def timing_key(self) -> str:
+        """Frames with the same key take about the same time: those of a flow and kind."""
         return f"{self.flow} text" if self.is_text else self.flow
 
     def is_over(self) -> bool:
-        """Whether an answer would be of no use any more. May be asked on any thread."""
-        return self.is_given_up or self.deadline_s <= time.monotonic()
+        """Whether it was cancelled or its deadline has passed. For any thread."""
+        return self.is_cancelled or self.deadline_s <= time.monotonic()
