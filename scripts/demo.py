@@ -91,7 +91,9 @@ def compare(url: str, tasks: list[int], thinks: bool) -> str:
     aloud, at_once = list[Answers](), list[Answers]()
     say("\nAll methods answer the same frames in turn, and plain decoding acts")
     for number in tasks:
-        environment = open_environment(find_suite(SUITE).task(number), EnvironmentSettings())
+        environment = open_environment(
+            find_suite(SUITE).task(number), EnvironmentSettings(fast=True)
+        )
         say(f"   {environment.task.instruction}")
         if thinks:
             aloud.append(ask(url, environment, THINKING, THINKING_STEPS, aloud=True))

@@ -12,7 +12,7 @@ import time
 import numpy as np
 
 from deft_core.measures.table import markdown_table
-from deft_libero.simulator.environment import open_environment
+from deft_libero.simulator.environment import EnvironmentSettings, open_environment
 from deft_libero.simulator.suites import SUITE_NAMES, find_task
 
 SUITES = [name for name in SUITE_NAMES if name != "libero_90"]
@@ -21,16 +21,17 @@ SUITES = [name for name in SUITE_NAMES if name != "libero_90"]
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser("python -m scripts.bench sim", description=__doc__)
     parser.add_argument("--steps", type=int, default=100, help="measured steps per suite")
+    parser.add_argument("--fast", action="store_true", help="as `deft-client eval`")
     options = parser.parse_args(arguments)
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     columns = ["median ms", "physics", "frame", "step", "step, p95", "restart", "step's CPU time"]
-    rows = [step_row(suite, options.steps) for suite in SUITES]
+    rows = [step_row(suite, options.steps, options.fast) for suite in SUITES]
     print(markdown_table(columns, rows, aligned=True))
     return 0
 
 
-def step_row(suite: str, num_steps: int) -> list[str]:
-    environment = open_environment(find_task(suite, 0))
+def step_row(suite: str, num_steps: int, fast: bool) -> list[str]:
+    environment = open_environment(find_task(suite, 0), EnvironmentSettings(fast=fast))
     environment.reset(0)
     started = time.perf_counter()
     environment.reset(1)

@@ -68,6 +68,7 @@ class Played:
         episodes = () if num is None else ("--episodes", str(num))
         command = [
             *(sys.executable, "-m", "deft_client", "eval", self.suite, "--url", url, "--stream"),
+            "--fast",  # as the rows of the pages were played
             *("--out", str(out), "--decoding", *methods, *self.flags, *episodes),
         ]
         code = subprocess.run(command, check=False).returncode

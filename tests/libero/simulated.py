@@ -9,7 +9,7 @@ from deft_libero.simulator.suites import find_task
 from tests.standins import stand_ins
 
 # What fast tests run on: no pictures, and simple scenes.
-PHYSICS = EnvironmentSettings(renderer=Renderer.NONE, assets_folder=stand_ins())
+PHYSICS = EnvironmentSettings(renderer=Renderer.NONE, assets_folder=stand_ins(), fast=True)
 
 
 @cache

@@ -178,6 +178,11 @@ def _add_simulation(group: Group) -> None:
         help="play also suites that the installed MuJoCo is known to upset",
     )  # fmt: skip
     group.add_argument(
+        "--fast", action="store_true",
+        help="step the physics by a shorter way than robosuite's, the same up to the solver's "
+        "tolerance",
+    )  # fmt: skip
+    group.add_argument(
         "--environment", default=LIBERO, metavar="MODULE:FUNCTION", help="another simulator"
     )
 

@@ -31,7 +31,7 @@ OPTIONS = (
     *("tasks", "trials", "episodes", "decoding", "radius", "reasoning", "seed", "step_limit"),
     *("profile", "stream", "local_policy", "statistics_key", "image_chain", "gripper", "wrist"),
     *("executed_steps", "real_time", "seam", "network_delay_ms", "widen_cm", "assets"),
-    *("any_mujoco", "environment"),
+    *("any_mujoco", "environment", "fast"),
 )
 _SHORT = 12  # digits of a digest in a message
 

@@ -152,6 +152,10 @@ class RunConfig:
         """In lock step chunks follow each other whatever the seam, but for an ensemble."""
         return self.pacing is Pacing.REAL_TIME or self.seam is Seam.ENSEMBLE
 
+    @property
+    def _steps_as_robosuite(self) -> bool:
+        return self.simulator == LIBERO and not self.environment.fast
+
     def _options(self) -> dict[str, str]:
         """Everything that was decided on this side and that changes what a result means."""
         source = self.source
@@ -166,6 +170,8 @@ class RunConfig:
             "image_chain_of_client": source.profile.client_chain.value,
             "network_delay_ms": f"{source.network_delay_ms:g}",
             "pacing": self.pacing.value,
+            # Runs that do not say were played by Deft's stepping, as all were at first.
+            **({"physics": "robosuite"} if self._steps_as_robosuite else {}),
             "policy": source.name or "server",
             "policy_factory": source.factory,
             "profile": source.profile.name,
@@ -187,6 +193,7 @@ def plan_runs(asked: argparse.Namespace, info: ServerInfo | None) -> list[RunCon
         widen_metres=asked.widen_cm / 100,
         assets_folder=asked.assets,
         wrist_camera=asked.source.profile.wrist_camera,
+        fast=asked.fast,
     )
     if not asked.any_mujoco:
         check_physics(asked.environment, environment, asked.suites, installed_mujoco())

@@ -101,6 +101,7 @@ class EnvironmentSettings:
     wrist_camera: bool = False
     renderer: Renderer = Renderer.AUTO
     assets_folder: Path | None = None  # None: LIBERO's own
+    fast: bool = False  # physics by `LeanStepper`: robosuite's own up to the solver's tolerance
 
 
 def open_environment(
@@ -131,6 +132,7 @@ class LiberoEnvironment:
         self._goal_parts = self._own_goals
         self._camera: Camera | None = None
         self._stepper: LeanStepper | None = None
+        self._is_ready = False
         if self._inner.sim.model.nq + self._inner.sim.model.nv + 1 != self.initial_states.shape[1]:
             raise AssetsError(
                 f"{task.name}: with the assets in {self.assets.folder} a state has "
@@ -168,7 +170,9 @@ class LiberoEnvironment:
         if variation.widen_metres > 0:
             self._move_about(state, trial, variation)
             self._control.set_init_state(state)
-        self._stepper = LeanStepper(_mujoco(), self._inner)
+        self._is_ready = True
+        if self.settings.fast:
+            self._stepper = LeanStepper(_mujoco(), self._inner)
 
     def step(self, action: NDArray[np.float64]) -> StepResult:
         """Execute one action of 7 robosuite values, then look."""
@@ -179,8 +183,12 @@ class LiberoEnvironment:
         """Execute one action without rendering; true while the task's goal holds."""
         if action.shape != (conventions.ACTION_DIM,) or not np.isfinite(action).all():
             raise ValueError(f"an action is 7 finite numbers, got {action!r}")
-        if self._stepper is None:
+        if not self._is_ready:
             raise RuntimeError("reset the environment before the first action")
+        if self._stepper is None:
+            *_, done, _ = self._control.step(action)
+            self._check_stability()
+            return bool(done)
         self._stepper.advance(action)
         self._check_stability()
         self._inner._post_process()

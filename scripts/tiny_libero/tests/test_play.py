@@ -26,7 +26,7 @@ from tiny_libero_recipe.play import (
 from tiny_libero_recipe.pool import DemosJob, missing_keys, record
 
 pytestmark = pytest.mark.libero
-SMALL = EnvironmentSettings(frame_size=48, assets_folder=stand_ins())
+SMALL = EnvironmentSettings(frame_size=48, assets_folder=stand_ins(), fast=True)
 SETTINGS = DemosSettings(
     "libero_object", tasks=(5,), episodes=2, trials=(0, 1), frame_size=48, encoding="png"
 )

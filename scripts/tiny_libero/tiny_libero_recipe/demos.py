@@ -140,7 +140,9 @@ def read_recording_flags(options: argparse.Namespace) -> DemosJob:
         varied_words=options.vary_words,
         frame_size=options.size,
     )
-    environment = EnvironmentSettings(frame_size=options.size, assets_folder=options.assets)
+    environment = EnvironmentSettings(
+        frame_size=options.size, assets_folder=options.assets, fast=True
+    )
     return DemosJob(settings, options.out, environment, options.workers)
 
 

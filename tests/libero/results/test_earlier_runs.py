@@ -17,7 +17,7 @@ from tests.golden import GOLDEN
 OLD = GOLDEN / "evaluation_folder"
 EXPERT = "tiny_libero_recipe.expert_policy:expert"
 # Neither LIBERO's meshes nor its MuJoCo need to be installed to read what was written.
-COMMAND = ["libero_object", "--local-policy", EXPERT, "--any-mujoco"]
+COMMAND = ["libero_object", "--local-policy", EXPERT, "--any-mujoco", "--fast"]
 
 
 @pytest.fixture
@@ -49,6 +49,14 @@ def test_other_options_than_the_earlier_versions_are_still_refused(
 ) -> None:
     other = replace(wanted, options={**wanted.options, "policy_factory": "solve"})
     with pytest.raises(ResultsMismatchError, match="now 'solve'"):
+        ResultsStore(folder, other)
+
+
+def test_a_run_that_says_nothing_of_its_physics_is_not_mixed_with_robosuites_own(
+    folder: Path, wanted: RunHeader
+) -> None:
+    other = replace(wanted, options={**wanted.options, "physics": "robosuite"})
+    with pytest.raises(ResultsMismatchError, match="physics: there 'not noted', now 'robosuite'"):
         ResultsStore(folder, other)
 
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from tests.standins.build import build
 
 pytestmark = pytest.mark.libero
 TASK = ("libero_object", 5)
+SLOW = replace(PHYSICS, fast=False)
 
 
 def actions(num_steps: int, gripper: float = -1.0) -> np.ndarray:
@@ -67,15 +69,28 @@ def test_a_fresh_environment_plays_the_same_episode():
 @pytest.mark.parametrize("task", [TASK, ("libero_spatial", 4)])
 def test_lean_stepping_agrees_with_robosuites_own_loop(task):
     """Idle steps, motion with rotation, and closing fingers, in contact with the floor or not."""
-    environment = physics(*task)
     played = []
-    for advance in (environment.advance, environment._inner.step):
+    for environment in (physics(*task), slow := LiberoEnvironment(find_task(*task), SLOW)):
+        advance = environment.advance
         environment.restart(0)
         settle_by = [np.array([0.0] * 6 + [-1.0])] * 4
         for action in [*settle_by, *actions(12), *actions(8, gripper=1.0)]:
             advance(action)
         played.append(environment.simulator_state())
+    slow.close()
     np.testing.assert_allclose(played[0], played[1], atol=2e-6)
+
+
+def test_without_fast_an_action_is_what_libero_itself_does_with_it():
+    """To the last bit, and with the same word on success."""
+    environment = LiberoEnvironment(find_task(*TASK), SLOW)
+    played = []
+    for step in (environment.advance, lambda action: environment._control.env.step(action)[2]):
+        environment.restart(0)
+        done = [bool(step(action)) for action in actions(6)]
+        played.append((done, environment.simulator_state().tobytes()))
+    environment.close()
+    assert played[0] == played[1]
 
 
 def test_recorded_states_are_taken_as_they_are():
@@ -203,13 +218,15 @@ def test_actions_and_trials_are_checked():
 
 
 def test_a_simulation_that_blows_up_is_an_error_until_the_next_reset():
-    environment = physics(*TASK)
-    environment.restart(0)
-    environment._inner.sim.data.qvel[:] = 1e12
-    with pytest.raises(UnstableError, match="unstable"):
-        environment.advance(np.zeros(7))
-    environment.restart(0)
-    assert not environment.advance(np.zeros(7))
+    for settings in (PHYSICS, SLOW):
+        environment = LiberoEnvironment(find_task(*TASK), settings)
+        environment.restart(0)
+        environment._inner.sim.data.qvel[:] = 1e12
+        with pytest.raises(UnstableError, match="unstable"):
+            environment.advance(np.zeros(7))
+        environment.restart(0)
+        assert not environment.advance(np.zeros(7))
+        environment.close()
 
 
 def test_assets_that_lack_a_file_are_an_error_that_names_it(tmp_path):
