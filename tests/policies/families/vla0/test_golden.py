@@ -58,9 +58,9 @@ def answers(
     """As `deft act` writes them; frames with an instruction in common are a session."""
     cases = [
         Case(
-            GOLDEN / one["images"][0],
-            instruction if instruction is not None else one["instruction"],
-            tuple(GOLDEN / name for name in one["images"][1:]),
+            one["instruction"] if instruction is None else instruction,
+            str(GOLDEN / one["images"][0]),
+            tuple(str(GOLDEN / name) for name in one["images"][1:]),
             session_id=None if instruction is None else "session",
             max_tokens=one["max_new_tokens"],
         )
