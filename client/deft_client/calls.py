@@ -52,7 +52,7 @@ RETRIED_STATUS = (429, 502, 503)
 SHORTEST_WAIT_S = 0.001  # 0 would mean not to wait at all
 # A server counts a deadline from the arrival of the frame, and answers one that it missed with 504:
 # that answer is worth waiting for, as it keeps the connection.
-WAY_BACK_S = 0.05
+DEADLINE_GRACE_S = 0.05
 PROBE_S = 1.0  # between two questions whether a server is ready
 
 
@@ -115,9 +115,9 @@ class Readiness:
 
     def pause_s(self, failure: DeftError) -> float:
         """Return how long to wait before asking again; raises what no waiting helps."""
-        may_pass = NotReadyError | OverloadedError | ServerUnreachableError | AnswerTimeoutError
+        retryable = NotReadyError | OverloadedError | ServerUnreachableError | AnswerTimeoutError
         is_over = time.monotonic() + PROBE_S > self.until
-        if is_over or not isinstance(failure, may_pass) or isinstance(failure, WrongServerError):
+        if is_over or not isinstance(failure, retryable) or isinstance(failure, WrongServerError):
             raise failure
         reason = failure.detail if isinstance(failure, ProblemError) else str(failure)
         self._said = say_once(f"waiting: {reason}", self._said)
@@ -241,7 +241,7 @@ class ClientCalls:
         now, settings = time.monotonic(), self.settings
         patience_s = settings.timeouts.answer_s
         if deadline_ms is not None:
-            patience_s = min(patience_s, max(deadline_ms, 0.0) / 1000 + WAY_BACK_S)
+            patience_s = min(patience_s, max(deadline_ms, 0.0) / 1000 + DEADLINE_GRACE_S)
         gives_up_at = min(now + patience_s, ends_at())
         if settings.retries.only_when_overloaded:
             return gives_up_at, 0.0

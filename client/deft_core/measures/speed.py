@@ -77,7 +77,7 @@ def _unevenness(baseline: Sequence[Sequence[float]]) -> list[str]:
     ]
 
 
-def core_doubts(worked_s: float, passed_s: float) -> list[str]:
+def cpu_contention_warnings(worked_s: float, passed_s: float) -> list[str]:
     """Of times during which the answering thread was measured to be given `worked_s` of a core."""
     if not worked_s or worked_s > _OWN_CORE * passed_s:
         return []

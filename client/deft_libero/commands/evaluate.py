@@ -335,18 +335,18 @@ def _play(
 
     What stops one run stops all, since it would stop the next as well.
     """
-    sittings: dict[Path, Evaluation] = {}
+    evaluations: dict[Path, Evaluation] = {}
     try:
         for run, keys in in_turn(runs):
-            if run.folder not in sittings:
-                sittings[run.folder] = Evaluation(run, info, options.patience)
-            sittings[run.folder].play(keys, place, options.workers)
+            if run.folder not in evaluations:
+                evaluations[run.folder] = Evaluation(run, info, options.patience)
+            evaluations[run.folder].play(keys, place, options.workers)
     except (EvaluationStoppedError, ResultsWriteError) as error:
         return f"{error}\nThe same command plays what is missing"
     finally:
-        for one in sittings.values():
+        for one in evaluations.values():
             one.close()
-    num_errored = sum(one.num_errored for one in sittings.values())
+    num_errored = sum(one.num_errored for one in evaluations.values())
     if num_errored:
         return f"{num_errored} episodes Errored; the same command plays them again"
     return ""

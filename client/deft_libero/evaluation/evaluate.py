@@ -14,7 +14,7 @@ from contextlib import closing
 from deft_core.errors import DeftError
 from deft_core.types import ServerInfo
 from deft_libero.errors import EvaluationStoppedError
-from deft_libero.evaluation.player import CannotPlay, Heartbeat, Opening, Report, Warned
+from deft_libero.evaluation.player import CannotPlay, Heartbeat, Opening, Warned, WorkerMessage
 from deft_libero.evaluation.progress import ProgressLine
 from deft_libero.evaluation.runs import RunConfig, warnings_of
 from deft_libero.evaluation.workers import Died, Worker, WorkerPool, Workplace
@@ -110,7 +110,7 @@ class Evaluation:
         opened = {other.task for other in pool.workers}
         return next((index for index, task in enumerate(tasks) if task not in opened), 0)
 
-    def _handle(self, worker: Worker, report: Report | Died) -> None:
+    def _handle(self, worker: Worker, report: WorkerMessage | Died) -> None:
         if isinstance(report, Died):
             self._after_death(worker, report.reason)
             return
@@ -125,7 +125,7 @@ class Evaluation:
             raise EvaluationStoppedError(report.reason)
         else:
             worker.key = None
-            if not report.may_pass:
+            if not report.is_retryable:
                 self._keep(report.record)
                 return
             self._try_again(report.record)

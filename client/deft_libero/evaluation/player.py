@@ -48,7 +48,7 @@ class EpisodeEnded:
     """The episode Succeeded, Failed or Errored; some of what ends one may pass."""
 
     record: EpisodeRecord
-    may_pass: bool = False  # the server did not answer: try again
+    is_retryable: bool = False  # the server did not answer: try again
     video: bytes = b""  # where it was played elsewhere, and is still to be kept here
 
 
@@ -66,9 +66,9 @@ class Warned:
     text: str
 
 
-Report = Heartbeat | Opening | EpisodeEnded | CannotPlay | Warned
+WorkerMessage = Heartbeat | Opening | EpisodeEnded | CannotPlay | Warned
 
-Send = Callable[[Report], None]
+Send = Callable[[WorkerMessage], None]
 
 
 class Player:
@@ -81,13 +81,13 @@ class Player:
         self._policy: EpisodePolicy | None = None
         self._next_heartbeat_s = 0.0
 
-    def play(self, key: TrialKey) -> Report:
+    def play(self, key: TrialKey) -> WorkerMessage:
         """Play one episode and say how it ended."""
         started_s = time.monotonic()
         # No two tries share a session. A method written out may be longer than its name may be.
         session_id = f"{self._config.folder.name[:64]}-{key.task}-{key.trial}-"
         session_id += uuid.uuid4().hex[:12]
-        log, error, may_pass = EpisodeLog(), "", False
+        log, error, is_retryable = EpisodeLog(), "", False
         try:
             environment, policy = self._open(key)
             episode = EpisodePlayer(environment, policy, self._config, self._beat)
@@ -98,9 +98,9 @@ class Player:
         except (SimulationError, EvaluationError, UsageError, *_REFUSED) as trouble:
             return CannotPlay(str(trouble))
         except DeftError as trouble:
-            error, may_pass = str(trouble), True
+            error, is_retryable = str(trouble), True
         wall_s = time.monotonic() - started_s
-        return EpisodeEnded(self._record(key, log, error, wall_s), may_pass)
+        return EpisodeEnded(self._record(key, log, error, wall_s), is_retryable)
 
     def _open(self, key: TrialKey) -> tuple[Environment, EpisodePolicy]:
         config = self._config

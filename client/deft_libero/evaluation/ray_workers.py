@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from deft_libero.errors import EvaluationError, EvaluationStoppedError, VideoError, needed
-from deft_libero.evaluation.player import EpisodeEnded, Player, Report
+from deft_libero.evaluation.player import EpisodeEnded, Player, WorkerMessage
 from deft_libero.evaluation.runs import RunConfig
 from deft_libero.evaluation.video import keep_video
 from deft_libero.evaluation.workers import MAX_REASON, Died, WarningForwarder, Worker
@@ -24,14 +24,14 @@ from deft_libero.results.records import TrialKey
 logger = logging.getLogger(__name__)
 
 
-Said = Report | Died | None  # by an actor; None comes first, to say that it is there
+ActorMessage = WorkerMessage | Died | None  # by an actor; None comes first, to say that it is there
 
 
 class RemotePlayer:
     """The actor. Ray calls it on threads of its own; episodes have one, as OpenGL wants it."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._outbox: queue.SimpleQueue[Said] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[ActorMessage] = queue.SimpleQueue()
         self._outbox.put(None)
         logging.getLogger("deft_client").addHandler(WarningForwarder(self._outbox.put))
         # Not the run's own folder: this may be another machine.
@@ -44,11 +44,11 @@ class RemotePlayer:
         """Begin an episode."""
         self._thread.submit(self._player.play, key).add_done_callback(self._ended)
 
-    def next_report(self) -> Said:
+    def next_report(self) -> ActorMessage:
         """Wait for something to say."""
         return self._outbox.get()
 
-    def _ended(self, episode: Future[Report]) -> None:
+    def _ended(self, episode: Future[WorkerMessage]) -> None:
         error = episode.exception()
         if error is None:
             self._outbox.put(self._with_video(episode.result()))
@@ -56,7 +56,7 @@ class RemotePlayer:
             traceback.print_exception(error)
             self._outbox.put(_ended(f"{type(error).__name__}: {error}"))
 
-    def _with_video(self, report: Report) -> Report:
+    def _with_video(self, report: WorkerMessage) -> WorkerMessage:
         if not isinstance(report, EpisodeEnded) or not report.record.video:
             return report
         file = self._folder / report.record.video
@@ -77,10 +77,10 @@ class ActorWorker(Worker):
         """Have it play an episode."""
         self.actor.play.remote(key)
 
-    def receive(self) -> Said:
+    def receive(self) -> ActorMessage:
         """What it says, or how it ended."""
         try:
-            report: Said = self.ray.get(self.ends[0])
+            report: ActorMessage = self.ray.get(self.ends[0])
         except self.ray.exceptions.RayError as error:
             return _ended(str(error).strip().splitlines()[-1].strip())
         self.is_placed = True

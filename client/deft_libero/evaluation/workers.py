@@ -20,7 +20,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Protocol
 
-from deft_libero.evaluation.player import Player, Report, Send, Warned
+from deft_libero.evaluation.player import Player, Send, Warned, WorkerMessage
 from deft_libero.evaluation.runs import RunConfig
 from deft_libero.processes import end_with_parent
 from deft_libero.results.records import TrialKey
@@ -53,7 +53,7 @@ class Worker(ABC):
         """Have it play an episode. If it is dead, `receive` will say so."""
 
     @abstractmethod
-    def receive(self) -> Report | Died | None:
+    def receive(self) -> WorkerMessage | Died | None:
         """The next report, once one of its ends is ready; None: nothing of interest."""
 
     @abstractmethod
@@ -94,11 +94,11 @@ class WorkerPool:
         worker.heard_s = time.monotonic()
         worker.send(key)
 
-    def listen(self, timeout_s: float) -> list[tuple[Worker, Report | Died]]:
+    def listen(self, timeout_s: float) -> list[tuple[Worker, WorkerMessage | Died]]:
         """What the workers report within the timeout; who died or hangs is replaced."""
         ends = [end for worker in self.workers for end in worker.ends]
         ready = set(self._place.wait(ends, timeout_s))
-        reports: list[tuple[Worker, Report | Died]] = []
+        reports: list[tuple[Worker, WorkerMessage | Died]] = []
         for worker in [one for one in self.workers if ready.intersection(one.ends)]:
             report = worker.receive()
             worker.heard_s = time.monotonic()
@@ -142,7 +142,7 @@ def work(pipe: Connection, config: RunConfig, log_file: Path) -> None:
     _prepare_process(log_file)
     one_at_a_time = threading.Lock()
 
-    def send(report: Report) -> None:
+    def send(report: WorkerMessage) -> None:
         with one_at_a_time:
             pipe.send(report)
 
@@ -179,11 +179,11 @@ class ProcessWorker(Worker):
         except OSError:
             self.process.join(_JOIN_S)
 
-    def receive(self) -> Report | Died | None:
+    def receive(self) -> WorkerMessage | Died | None:
         """What it says, or how it ended."""
         try:
             if self.connection.poll():
-                report: Report = self.connection.recv()
+                report: WorkerMessage = self.connection.recv()
                 return report
         except (EOFError, OSError):
             pass

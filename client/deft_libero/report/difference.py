@@ -21,7 +21,7 @@ from deft_libero.results.records import EpisodeRecord, Outcome
 from deft_libero.results.store import RunResults
 from deft_libero.simulator.conventions import METRES_PER_UNIT, RADIANS_PER_UNIT
 
-LUCK = 0.05  # p-values below it are called a difference
+SIGNIFICANCE_LEVEL = 0.05  # p-values below it are called a difference
 MARGIN = 0.05  # the loss of success that is to be ruled out, where nobody says another
 PHASES = ("approach", "grasp", "transport", "place")  # what the arm is about to do
 GRASP_STEPS = 10  # half a second, in which the fingers close
@@ -90,7 +90,7 @@ class Comparison:
     def is_open(self) -> bool:
         """Whether there are too few episodes to tell which of the runs succeeds more often."""
         is_judged = self.num_pairs > 0 and self.have_same_assets
-        return is_judged and self.p_value >= LUCK and not self.is_not_worse
+        return is_judged and self.p_value >= SIGNIFICANCE_LEVEL and not self.is_not_worse
 
     @property
     def verdict(self) -> str:
@@ -104,7 +104,7 @@ class Comparison:
         if self.is_open:
             points = f"{100 * self.difference:+.0f} points (95%: {points_text(self.interval, 0)})"
             return f"too few to tell: {points}"
-        if self.p_value >= LUCK:
+        if self.p_value >= SIGNIFICANCE_LEVEL:
             return "no difference shown"
         better = self.first if self.only_first > self.only_second else self.second
         return f"{better} succeeds more often"
@@ -185,7 +185,7 @@ def conclusion(one: Comparison) -> str:
             "episodes: they differ in time alone."
         )
     seen = f"{100 * one.difference:+.1f} points (95%: {points_text(one.interval)})"
-    if one.p_value < LUCK:
+    if one.p_value < SIGNIFICANCE_LEVEL:
         better = one.second if one.difference > 0 else one.first
         return (
             f"{better} succeeds more often: {one.second} minus {one.first} is {seen} over "

@@ -136,7 +136,7 @@ def build_page(views: Sequence[View], key: TrialKey | None = None) -> str:
         id=id,
         view_of={id(view.run): view for view in views},
         rate_of=_rate_of,
-        hurry_of=_hurry_of,
+        playback_speedup=_playback_speedup,
         differences=[one for one in _provenance(views) if _differs(*one)],
         provenance=_provenance(views),
     )
@@ -331,7 +331,7 @@ def _rate_of(racer: Racer) -> float:
     return 1000 / VIDEO_FPS / racer.pace_ms
 
 
-def _hurry_of(racers: Sequence[Racer]) -> float:
+def _playback_speedup(racers: Sequence[Racer]) -> float:
     """How many times faster than true a trial is shown, as browsers play no rate whatever."""
     rates = [_rate_of(racer) for racer in racers]
     return max(_SLOWEST_RATE / min(rates), min(1.0, _FASTEST_RATE / max(rates)))

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from deft_core.measures.speed import SpeedUp, core_doubts, speed_up
+from deft_core.measures.speed import SpeedUp, cpu_contention_warnings, speed_up
 from deft_core.measures.statistics import LEAST_EPISODES
 from deft_libero.results.records import EpisodeRecord, Outcome
 from deft_libero.results.store import RunResults
@@ -50,7 +50,7 @@ def speedup_of(run: RunResults, baseline: RunResults | None) -> SpeedUp | None:
     doubts = [] if _took_turns(pairs) else ["the runs were not played in turn"]
     for side in (0, 1):
         worked_s = sum(pair[side].worked_s for pair in pairs)
-        doubts += core_doubts(worked_s, sum(map(sum, (baselines, own)[side])) / 1000)
+        doubts += cpu_contention_warnings(worked_s, sum(map(sum, (baselines, own)[side])) / 1000)
     return speed_up(baselines, own, list(dict.fromkeys(doubts)))
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from deft_core.measures.answers import AnswerRecord
 from deft_core.measures.speculation import Speculation, speculation_of
-from deft_core.measures.speed import SpeedUp, core_doubts, speed_up
+from deft_core.measures.speed import SpeedUp, cpu_contention_warnings, speed_up
 from deft_core.measures.statistics import Percentiles, percentiles
 from deft_core.types import ActOptions, DecodeTrace
 from deft_policies.benchmark.replay import Contender, Replay, ReplayFrame
@@ -54,7 +54,7 @@ class Speed:
         scale = self.batch_size * self.chunk_length / baseline.batch_size / baseline.chunk_length
         doubts = []
         for one in (baseline, self):
-            doubts += core_doubts(one.worked_ms, one.total.mean * one.num_answers)
+            doubts += cpu_contention_warnings(one.worked_ms, one.total.mean * one.num_answers)
         own = [[spent / scale for spent in episode] for episode in self.episodes_ms]
         return speed_up(baseline.episodes_ms, own, list(dict.fromkeys(doubts)))
 

@@ -13,7 +13,7 @@ import pytest
 
 from deft_libero.commands.evaluate import read_options
 from deft_libero.evaluation.player import EpisodeEnded, Heartbeat, Opening
-from deft_libero.evaluation.ray_workers import ActorWorker, RemotePlayer, Said
+from deft_libero.evaluation.ray_workers import ActorMessage, ActorWorker, RemotePlayer
 from deft_libero.evaluation.runs import plan_runs
 from deft_libero.evaluation.workers import Died
 from tests.libero.episodes import record
@@ -59,13 +59,13 @@ class _Here:
     def next_report(self) -> SimpleNamespace:
         return SimpleNamespace(remote=lambda: None)
 
-    def get(self, coming: Said | Exception) -> Said:
+    def get(self, coming: ActorMessage | Exception) -> ActorMessage:
         if isinstance(coming, Exception):
             raise coming
         return coming
 
 
-def _line(folder: Path, coming: Said | Exception) -> ActorWorker:
+def _line(folder: Path, coming: ActorMessage | Exception) -> ActorWorker:
     return ActorWorker(_Here(), _Here(), folder, ends=(coming,))
 
 

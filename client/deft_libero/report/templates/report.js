@@ -25,7 +25,7 @@
     if (isPlaying()) return ones.forEach((video) => video.pause());
     const areDone = ones.every((video) => video.ended || !video.currentTime);
     ones.forEach((video) => {
-      video.playbackRate = video.dataset.rate * shown().dataset.hurry;
+      video.playbackRate = video.dataset.rate * shown().dataset.speedup;
       if (areDone) video.currentTime = 0;
       if (areDone || !video.ended) video.play();
     });
