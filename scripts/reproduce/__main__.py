@@ -50,6 +50,7 @@ from scripts.reproduce.study import (
 
 PROG = "python -m scripts.reproduce"
 ALL = "all"
+ROOT = Path(__file__).parents[2]
 _STRIP_FRAMES = 6
 _QUICK_EPISODES, _QUICK_TIMES = 1, 10
 _QUICK_FRAMES = 60
@@ -140,8 +141,28 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def refuse_changed_sources(out: Path, root: Path = ROOT) -> None:
+    """Lines below `docs` are published, so a commit must hold the code that made them.
+
+    Raises `ReproductionError`. What is recorded elsewhere says that it was a changed tree.
+    """
+    if not out.resolve().is_relative_to(root / "docs"):
+        return
+    told = subprocess.run(
+        ["git", "status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs"],
+        cwd=root, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    changed = [line[3:] for line in told.stdout.splitlines()]
+    if changed:
+        raise ReproductionError(
+            f"{out}: pages are recorded from a commit alone, and {changed[0]} was changed since; "
+            "commit it, or give another --out"
+        )
+
+
 def _reproduce(given: argparse.Namespace, words: PolicyWords) -> int:
     out: Path = given.out
+    refuse_changed_sources(out)
     studies = _load([text.partition("/")[0] for text in given.studies], out)
     rows = _rows(given, studies)
     unpack(out)

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
@@ -24,7 +25,7 @@ from deft_policies.base import ActRequest
 from deft_policies.benchmark.transformers_loops import QwenLoop
 from deft_policies.decoding.methods import find_method
 from deft_policies.memory import SessionMemory
-from scripts.reproduce.__main__ import main
+from scripts.reproduce.__main__ import main, refuse_changed_sources
 from scripts.reproduce.acceptance import chances, measured_chances
 from scripts.reproduce.choices import FILE as CHOICES
 from scripts.reproduce.choices import record_choices
@@ -645,6 +646,26 @@ def test_chances_are_counted_token_by_token():
     ]
     # Tokens 1, 2 stood and 3 fell; 4 fell; 5 stood and 6 fell. Then 1 fell, and 2 to 6 stood.
     assert chances(answers, 7, 7) == (1 / 2, 1.0, 1 / 2, 1 / 2, 1.0, 1 / 2, 0.0)
+
+
+def test_pages_are_recorded_from_a_commit_alone(tmp_path):
+    def git(*words):
+        who = ["-c", "user.name=me", "-c", "user.email=me@example.org"]
+        subprocess.run(["git", "-C", str(tmp_path), *who, *words], check=True, capture_output=True)
+
+    source, out = tmp_path / "rule.py", tmp_path / "docs" / "results"
+    out.mkdir(parents=True)
+    source.write_text("radius = 9\n")
+    (out / "lines.jsonl").write_text("{}\n")
+    git("init")
+    git("add", ".")
+    git("commit", "--message", "a commit")
+    (out / "lines.jsonl").write_text("{}\n{}\n")  # a run that goes on has lines already
+    refuse_changed_sources(out, tmp_path)
+    source.write_text("radius = 5\n")
+    refuse_changed_sources(tmp_path / "results", tmp_path)
+    with pytest.raises(ReproductionError, match=r"rule\.py was changed since; commit it"):
+        refuse_changed_sources(out, tmp_path)
 
 
 def test_drafts_stand_as_often_as_those_of_the_committed_lines():
