@@ -127,7 +127,7 @@ def parse_request(
     try:
         return decode(data, ActRequest, wire_format, limits)
     except MalformedMessageError as error:
-        if error.field != "observations":
+        if error.field != "observations":  # a request for one frame has no such field
             raise
         return decode(data, ActRequests, wire_format, limits)
 

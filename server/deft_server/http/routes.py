@@ -91,6 +91,7 @@ def build_act_route(service: Service) -> PlainRoute:
 
     async def act(request: Request) -> Response:
         """Answer one observation, or several, with the actions that follow."""
+        # In a list, so that decoding takes the only reference and the body is freed early.
         received = [await read_body(request.receive)]
         arrived_s = time.monotonic()
         content_type = request.headers.get("content-type", "")

@@ -47,8 +47,9 @@ class QueuedFrame:
     overfills_until_s: float | None = None  # may overfill the queue until then
     is_text: bool = False  # the answer is a text and an action, which takes many rounds
     on_actions: OnActions | None = None  # called with actions as they are committed
-    is_cancelled: bool = False  # the caller does not wait any more
+    is_cancelled: bool = False  # the caller no longer waits: it was answered, or has left
     # Set by the queue:
+    queued_s: float = 0.0  # when it began to wait: after it was read and decoded
     due_s: float = 0.0  # the deadline, or when a frame without one has waited long enough
     started_s: float = 0.0
     done_s: float = 0.0  # how much of it is done, in seconds that it would have taken alone

@@ -96,7 +96,7 @@ class Scheduler:
 
     async def submit(self, frame: QueuedFrame) -> ActionChunk:
         """Queue a frame and wait for its answer; cancelling takes it out of the queue."""
-        now_s = time.monotonic()
+        now_s = frame.queued_s = time.monotonic()
         superseded = self.queue.enqueue(frame, now_s)
         if superseded is not None:
             self._deliver(superseded, SupersededFrameError("the session sent a newer frame"))
@@ -111,6 +111,7 @@ class Scheduler:
         try:
             return await answer
         finally:
+            # Behind an answer the rest changes nothing.
             del self._answers[frame]
             frame.is_cancelled = True
             if not self.queue.remove(frame):
@@ -191,7 +192,7 @@ class Scheduler:
             )
             self._admission.finish(frame, now_s, frame.service_s if is_measure else None)
             if frame.outcome is not None:
-                frame.queue_s = max(0.0, now_s - frame.service_s - frame.arrived_s)
+                frame.queue_s = max(0.0, now_s - frame.service_s - frame.queued_s)
                 self._deliver(frame, frame.outcome)
                 self._loop.call_soon(self._metrics.count_frame, frame)
         if failures or any(one.outcome is not None for one in ended):

@@ -94,6 +94,18 @@ async def test_frames_that_wait_for_the_policy_are_answered_in_one_batch():
 
 
 @on_a_loop
+async def test_waiting_begins_when_a_frame_was_read_and_decoded():
+    service = await started(FakePolicy())
+    hour_ago_s = time.monotonic() - 3600
+    chunk = await service.act(frame(), ActOptions(), CALLER, arrived_s=hour_ago_s)
+    timings = chunk.timings
+    assert timings.wire_ms >= 3_600_000
+    assert timings.queue_ms < 3_600_000
+    assert timings.total_ms >= timings.wire_ms + timings.queue_ms
+    await service.close()
+
+
+@on_a_loop
 async def test_a_batch_is_never_larger_than_allowed():
     policy = GatedPolicy()
     service = await started(policy, max_batch=2)
