@@ -26,7 +26,7 @@ from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.target import Target
 from deft_policies.decoding.warm_up import capture
 from deft_policies.families.options import ModelOptions
-from deft_policies.families.policy import VlaPolicy, _Frame
+from deft_policies.families.policy import VlaPolicy, _RunningFrame
 from deft_policies.model.draft_heads import EagleHead, head_sizes
 from deft_policies.model.sizes import TokenRange
 from deft_policies.model.vla import VlaNetwork
@@ -215,7 +215,7 @@ class ScriptedPolicy(VlaPolicy):
         script = self._scripts.get(options.decoding or self.method.name)
         return super().method_for(options) if script is None else script.method
 
-    def _frame(self, request: ActRequest, clock: StageClock) -> _Frame:
+    def _frame(self, request: ActRequest, clock: StageClock) -> _RunningFrame:
         """Tell the drafts what is right."""
         frame = super()._frame(request, clock)
         if frame.sequence is not None and frame.sequence.method.name in self._coins:

@@ -1,11 +1,13 @@
-"""Accept: which path of a draft tree is committed. Integers alone; tensors only for device rules.
+"""Accept: which path of a draft tree is committed. It sees numbers that the host has read.
 
 `accept` is asked once for each answer and pass. Each draft is judged against the target's token
 after its parent; the rule says which drafts stand, and which of the paths to them is committed. The
 target's token after that path is the bonus. An answer's last token is always a bonus, so no guess
 is committed that is deeper than what is missing, and none that is the stop token.
 
-A new rule derives from one of the kinds in `acceptance.rule`, and is named in a file of `methods`.
+Rules of the device ran before, in `read`. A new rule derives from one of the kinds in
+`acceptance.rule`, and is named in `RULES` of a file in `methods`, or by an entry point of a package
+(docs/plugins.md).
 """
 
 from __future__ import annotations
@@ -30,37 +32,37 @@ Path = list[int]  # nodes from node 0 on
 def accept(sequence: Sequence, tree: DraftTree, found: Found) -> tuple[Path, int]:
     """The path to commit, from node 0 on, and the bonus."""
     rule = sequence.method.rule
-    if found.chosen is not None:  # by the rule, on the device
+    if found.chosen is not None:  # by a `ChoosingRule`, on the device: nothing is left to judge
         node, bonus = found.chosen
         return tree.path_to(node), bonus
     if not tree.has_guesses or sequence.error is not None:
-        path = list(range(tree.root + 1))
+        path = tree.path_to(tree.root)
     elif rule.is_exact:
         path = tree.path_to(_longest_equal(sequence, tree, found.predictions))
     else:
-        path = ask_rule(rule, lambda: _best_accepted(rule, judge(sequence, tree, found)))
+        path = ask_rule(rule, lambda: _chosen_path(rule, judge(sequence, tree, found)))
     return path, found.predictions[path[-1]]
 
 
 def _longest_equal(sequence: Sequence, tree: DraftTree, predictions: list[int]) -> int:
     """The deepest node whose whole path is what the target says."""
     tokens, parents, spec = tree.tokens, tree.parents, sequence.spec
-    deepest, best = sequence.num_missing, tree.root
-    depths = [-1] * tree.num_nodes  # of nodes that stand, below the root
-    depths[tree.root] = 0
+    room, best = sequence.num_missing, tree.root
+    equal_depths = [-1] * tree.num_nodes  # below the root, of equal paths; -1 of all others
+    equal_depths[tree.root] = 0
     for node in range(tree.root + 1, tree.num_nodes):
         parent, token = parents[node], tokens[node]
-        has_room = 0 <= depths[parent] < deepest
+        has_room = 0 <= equal_depths[parent] < room
         if has_room and token == predictions[parent] and not spec.ends_with(token):
-            depths[node] = depths[parent] + 1
-            if depths[node] > depths[best]:
+            equal_depths[node] = equal_depths[parent] + 1
+            if equal_depths[node] > equal_depths[best]:
                 best = node
     return best
 
 
-def _best_accepted(rule: AcceptanceRule, judged: JudgedTree) -> Path:
-    """The path that a relaxed rule has committed."""
-    path = rule.best_path(judged, stands_by(rule, judged))
+def _chosen_path(rule: AcceptanceRule, judged: JudgedTree) -> Path:
+    """The path that a relaxed rule chooses; `PolicyError` if too long or none of the tree's."""
+    path = rule.best_path(judged, may_end(rule, judged))
     tree = judged.tree
     has_room = tree.root < len(path) <= tree.root + 1 + max(judged.deepest, 0)
     if not has_room or path != tree.path_to(path[-1]):
@@ -68,8 +70,8 @@ def _best_accepted(rule: AcceptanceRule, judged: JudgedTree) -> Path:
     return path
 
 
-def stands_by(rule: AcceptanceRule, judged: JudgedTree) -> list[bool]:
-    """Which nodes a rule lets be the last of a path, [node]."""
+def may_end(rule: AcceptanceRule, judged: JudgedTree) -> list[bool]:
+    """Whether a path may end at each node, [node]. A `TreeRule` alone answers for whole paths."""
     if isinstance(rule, TreeRule):
         stands, num_nodes = rule.accepts(judged), judged.tree.num_nodes
         if not isinstance(stands, list) or len(stands) != num_nodes:
@@ -79,7 +81,7 @@ def stands_by(rule: AcceptanceRule, judged: JudgedTree) -> list[bool]:
 
 
 def _judge_nodes(rule: AcceptanceRule, judged: JudgedTree) -> list[bool]:
-    """Which guesses are equal or accepted; those below one that is not may be either."""
+    """Which guesses are equal or accepted. Below one that is not the answer means nothing."""
     tree, places = judged.tree, _places(judged)
     fine = [True] * (tree.root + 1)
     paths: list[list[Guess]] = [[] for _ in fine]
@@ -110,26 +112,26 @@ def judge(sequence: Sequence, tree: DraftTree, found: Found) -> JudgedTree:
     expected, depths = [-1] * (root + 1), [-1] * root + [0]
     is_equal, is_relaxable = [True] * (root + 1), [False] * (root + 1)
     for node in range(root + 1, tree.num_nodes):
-        token, wanted = tree.tokens[node], found.predictions[tree.parents[node]]
-        expected.append(wanted)
-        is_equal.append(token == wanted)
-        is_relaxable.append(rule.may_relax(token, wanted, sequence))
+        token, expected_token = tree.tokens[node], found.predictions[tree.parents[node]]
+        expected.append(expected_token)
+        is_equal.append(token == expected_token)
+        is_relaxable.append(rule.may_relax(token, expected_token, sequence))
         depths.append(depths[tree.parents[node]] + 1)
     return JudgedTree(
-        tree,
-        expected,
-        found.predictions,
-        is_equal,
-        is_relaxable,
-        depths,
-        sequence.num_missing,
-        found.judged,
-        sequence,
+        tree=tree,
+        expected=expected,
+        predictions=found.predictions,
+        is_equal=is_equal,
+        is_relaxable=is_relaxable,
+        depths=depths,
+        deepest=sequence.num_missing,
+        measured=found.measured,
+        sequence=sequence,
     )
 
 
 def _places(judged: JudgedTree) -> list[int]:
-    """Which token of an action each node would become, [node]; clamped into it."""
+    """Which token of an action each node would become, [node], from 0; clamped into it."""
     tree, sequence = judged.tree, judged.sequence
     last = sequence.spec.action_length - 1
     begun = sequence.num_action_tokens  # of the action that the root belongs to

@@ -1,9 +1,11 @@
-"""The engine: a pool of slots, and one target pass a round for all answers, whatever their methods.
+"""The engine: a pool of slots, and rounds of one target pass for answers of any methods.
 
-`start` takes sequences in, `step` runs one round and returns the finished ones, `cancel` removes
-one between two rounds. Plain decoding is the same round with trees that are only a root. The host
-owns every answer (`Sequence`); the device holds weights, keys and values, by slot. Every answer is
-a row of the pass, whatever its method; drafts are accepted answer by answer (`accept`).
+`start` has sequences wait. `step` runs a round for the active ones and another for the prefill of
+new ones, and returns the finished; `cancel` removes one between two rounds. Plain decoding is the
+same round with trees that are only a root. The host owns every answer (`Sequence`); the device
+holds weights, keys and values, by slot. Every answer is a row of the pass, whatever its method; on
+a GPU narrow and wide trees take a captured pass each. Drafts are accepted answer by answer
+(`accept`).
 """
 
 from collections.abc import Collection
@@ -42,6 +44,16 @@ class _Pass:
     spans: list[Span]
 
 
+@dataclass
+class _Accepted:
+    """What one answer of a pass commits."""
+
+    index: int  # of the answer in its pass
+    found: Found
+    path: list[int]  # nodes from node 0 on
+    bonus: int
+
+
 class Engine:
     """Decodes answers by any methods over one target. Used by one thread."""
 
@@ -52,7 +64,7 @@ class Engine:
         widest: int = WIDEST,
         longest_answer: int = WIDEST,
     ) -> None:
-        """`widest` bounds the nodes of a tree over text.
+        """`widest` bounds the nodes of a tree; one of an action has at most `WIDEST` anyway.
 
         Where passes are captured, memory is set aside for answers of `longest_answer` tokens.
         """
@@ -74,10 +86,10 @@ class Engine:
     def start(
         self, prompts: Items[Prompt], sequences: Items[Sequence], plan: Plan | None = None
     ) -> None:
-        """Take in answers, a prompt each; `RequestError` for what cannot be done.
+        """Have answers wait for their prefill, a prompt each; `step` decodes them.
 
-        Where one cannot begin none does. No two may share a memory. A `plan` is for measurements:
-        else the method or its guard names it.
+        Raises `RequestError` for what cannot be done; where one cannot begin none does. No two may
+        share a memory. A `plan` is for measurements: else the method or its guard names it.
         """
         for sequence in sequences:
             self.planner.check(sequence)
@@ -85,15 +97,15 @@ class Engine:
             self.planner.prepare(sequence, prompt, plan)
         self._waiting += sequences
 
-    def step(self, clock: StageClock, first: Collection[Sequence] = ()) -> list[Sequence]:
+    def step(self, clock: StageClock, only: Collection[Sequence] = ()) -> list[Sequence]:
         """Run one round for active sequences, and a prefill for new ones; return the finished.
 
         Finished sequences have their trace and memory set; one that is not `is_finite` has no valid
-        answer. Where `first` names some, the others sit this round out.
+        answer. Where `only` names some, the others sit this round out.
         """
-        active = [sequence for sequence in self.sequences if not first or sequence in first]
+        active = [sequence for sequence in self.sequences if not only or sequence in only]
         finished = self._round(active, clock) if active else []
-        joining = [sequence for sequence in self._waiting if not first or sequence in first]
+        joining = [sequence for sequence in self._waiting if not only or sequence in only]
         if joining := self._take_slots(joining):
             finished += self._round(joining, clock)
         return [self._finish(sequence) for sequence in finished]
@@ -104,18 +116,20 @@ class Engine:
         A prefill is the same, with the prompts before the trees.
         """
         clock.pop_spans()  # time before this round, as of the vision towers, is no pass's
-        is_read_later = self._can_be_read_later(active)
+        is_ahead = self._may_run_ahead(active)
+        self._catch_up(active, is_ahead)
         trees = self._draft(active)
         clock.record(Stage.DRAFT)
-        this = self._verify(active, trees, clock)
-        if is_read_later:
-            self._read_later(this)
+        this_pass = self._verify(active, trees, clock)
+        if is_ahead:
+            self._read_later(this_pass)
         else:
-            self._commit(this)
+            accepted = self._accept(this_pass)
             clock.record(Stage.JUDGE)
-            self._observe(this)
+            self._commit(this_pass, accepted)
+            self._observe(this_pass)
             clock.record(Stage.COMMIT)
-            this.spans += clock.pop_spans()
+            this_pass.spans += clock.pop_spans()  # in place: the pass's records hold this list
         return [sequence for sequence in active if sequence.is_done]
 
     def _draft(self, active: list[Sequence]) -> list[DraftTree]:
@@ -125,8 +139,9 @@ class Engine:
             for source in _sources_of(sequence):
                 asked.setdefault(source, []).append(sequence)
         guessed: dict[tuple[DraftSource, int], Guesses] = {}
-        for source, some in asked.items():
-            for sequence, guesses in zip(some, _ask(source, some), strict=True):
+        for source, its_sequences in asked.items():
+            found = _ask(source, its_sequences)
+            for sequence, guesses in zip(its_sequences, found, strict=True):
                 guessed[source, sequence.number] = guesses
         return [
             merge(
@@ -150,24 +165,35 @@ class Engine:
         reading = Reading(active, trees, scores)
         return _Pass(active, trees, rows, scores, reading, is_prefill, clock.pop_spans())
 
-    def _commit(self, this: _Pass) -> None:
-        """Accept a path of every tree, commit its tokens, and keep its nodes in the cache."""
-        moves: list[Move] = []
-        found = this.reading.finish()
-        columns = zip(this.sequences, this.trees, this.rows, found, strict=True)
-        for index, (sequence, tree, row, scored) in enumerate(columns):
-            if sequence.slot < 0:  # released since
+    def _accept(self, this_pass: _Pass) -> list[_Accepted]:
+        """Read a pass, and choose a path of every tree whose answer has not been released since."""
+        accepted = []
+        found = this_pass.reading.finish()
+        columns = zip(this_pass.sequences, this_pass.trees, found, strict=True)
+        for index, (sequence, tree, scored) in enumerate(columns):
+            if sequence.slot < 0:
                 continue
-            if tree.tokens == [UNREAD]:  # its root was on the device alone when it was made
+            if tree.tokens == [UNREAD]:  # made while the last token was unread; now it is read
                 tree.tokens = sequence.tokens[-1:]
-            path, bonus = _accept(sequence, tree, scored)
-            record = PassRecord(this.is_prefill, tree, scored.predictions, path, bonus, this.spans)
-            sequence.commit(tree, path, bonus, scored, record)
+            accepted.append(_Accepted(index, scored, *_accept_or_fail(sequence, tree, scored)))
+        return accepted
+
+    def _commit(self, this_pass: _Pass, accepted: list[_Accepted]) -> None:
+        """Commit the tokens of the accepted paths, and keep their nodes in the cache."""
+        moves: list[Move] = []
+        scores, spans, is_prefill = this_pass.scores, this_pass.spans, this_pass.is_prefill
+        for one in accepted:
+            sequence, tree = this_pass.sequences[one.index], this_pass.trees[one.index]
+            path, bonus, found = one.path, one.bonus, one.found
+            record = PassRecord(is_prefill, tree, found.predictions, path, bonus, spans)
+            sequence.commit(tree, path, bonus, found, record)
             if sequence.wants_log_probs:
-                note_log_probs(sequence, tree, this.scores.logits[this.scores.nodes(index, tree)])
+                note_log_probs(sequence, tree, scores.logits[scores.nodes(one.index, tree)])
             if sequence.grammar is not None and not sequence.is_done:
                 room = self.planner.widest_of(sequence) - 1  # beside the bonus, in the next tree
                 sequence.extend(sequence.grammar.forced(sequence.tokens), room)
+            row = this_pass.rows[one.index]
+            # Kept nodes lie scattered in the cache; they move next to each other.
             moves += [
                 (row.slot, row.start + node, row.start + at)
                 for at, node in enumerate(path)
@@ -175,39 +201,42 @@ class Engine:
             ]
         self.cache.keep(moves)
 
-    def _observe(self, this: _Pass) -> None:
+    def _observe(self, this_pass: _Pass) -> None:
         """Show drafting models what the target computed, of the sequences that go on."""
-        for index, sequence in enumerate(this.sequences):
-            prompt = this.rows[index].prompt
-            nodes = this.scores.nodes(index, this.trees[index])
+        scores = this_pass.scores
+        for index, sequence in enumerate(this_pass.sequences):
+            prompt = this_pass.rows[index].prompt
+            nodes = scores.nodes(index, this_pass.trees[index])
             for source in sequence.round_sources:
                 if not isinstance(source, ModelSource):
                     continue
                 if sequence.is_done and not source.reads_ends:
                     continue
-                prompts, hidden = this.scores.prompts, this.scores.hidden
-                if source.reads_states and this.scores.states is not None:
-                    prompts, hidden = this.scores.prompt_states, this.scores.states
+                prompts, hidden = scores.prompts, scores.hidden
+                if source.reads_states and scores.states is not None:
+                    prompts, hidden = scores.prompt_states, scores.states
                 with sequence.failing():
                     if prompt is not None and source.reads_prompts:
                         source.observe_prompt(sequence, prompt, prompts[index])
-                    source.observe(sequence, hidden[nodes], this.scores.logits[nodes])
+                    source.observe(sequence, hidden[nodes], scores.logits[nodes])
 
-    def _can_be_read_later(self, active: list[Sequence]) -> bool:
-        """Whether the next pass can run before this host has read the last one.
+    def _may_run_ahead(self, active: list[Sequence]) -> bool:
+        """Whether the next pass can run before the host has read the last one."""
+        return self.captured is not None and all(map(_needs_no_reading, active))
 
-        Else, and where the answers are others than those of the last pass, that one is read now.
+    def _catch_up(self, active: list[Sequence], is_ahead: bool) -> None:
+        """Read and commit all unread passes before one that may not run ahead of them.
+
+        Nor may one run ahead of passes for other answers.
         """
-        can_wait = self.captured is not None and all(map(_needs_no_reading, active))
-        if self._unread and (not can_wait or self._unread[-1].sequences != active):
+        if self._unread and (not is_ahead or self._unread[-1].sequences != active):
             self._read_all_but(0)
-        return can_wait
 
-    def _read_later(self, this: _Pass) -> None:
+    def _read_later(self, this_pass: _Pass) -> None:
         """Leave a pass unread, and read the oldest of more than `MOST_AHEAD`."""
-        for sequence in this.sequences:
+        for sequence in this_pass.sequences:
             sequence.num_unread += 1
-        self._unread.append(this)
+        self._unread.append(this_pass)
         self._read_all_but(MOST_AHEAD)
 
     def _read_all_but(self, most: int) -> None:
@@ -216,19 +245,20 @@ class Engine:
             oldest = self._unread.pop(0)
             for sequence in oldest.sequences:
                 sequence.num_unread -= 1
-            self._commit(oldest)
+            self._commit(oldest, self._accept(oldest))
 
     def _pass_row(self, sequence: Sequence, tree: DraftTree) -> PassRow:
         """A sequence's row in a pass. Node 0 of a prefill is the prompt's last token."""
         prompt = None if sequence.records else sequence.prompt
         cached = sequence.num_cached + sequence.num_unread
-        start = sequence.num_prompt + cached - (prompt is not None)
-        keeps = sequence.method.rule.reads_prompts or any(
+        is_prefill = prompt is not None
+        start = sequence.num_prompt + cached - is_prefill
+        keeps_hidden = sequence.method.rule.reads_prompts or any(
             isinstance(source, ModelSource) and source.reads_prompts
             for source in sequence.round_sources
         )
         is_action = sequence.spec.is_action
-        return PassRow(sequence.slot, start, tree, sequence.number, is_action, prompt, keeps)
+        return PassRow(sequence.slot, start, tree, sequence.number, is_action, prompt, keeps_hidden)
 
     def _show_prompts(self, active: Items[Sequence], rows: Items[PassRow], scores: Scores) -> None:
         """Show the hidden states of prompts to rules that read them."""
@@ -240,7 +270,7 @@ class Engine:
                     ask_rule(rule, partial(rule.observe_prompt, *given))
 
     def _take_slots(self, joining: Items[Sequence]) -> list[Sequence]:
-        """Give each the lowest free slot, as long as there are any; those that have one now."""
+        """Give waiting answers the lowest free slots; return those that got one."""
         taken = {one.slot for one in self.sequences}
         passes = self.captured
         most = len(taken) + len(joining) if passes is None else passes.num_slots
@@ -322,11 +352,13 @@ def _ask(source: DraftSource, sequences: list[Sequence]) -> list[Guesses]:
         return [[] for _ in sequences]
 
 
-def _accept(sequence: Sequence, tree: DraftTree, scored: Found) -> tuple[list[int], int]:
+def _accept_or_fail(sequence: Sequence, tree: DraftTree, found: Found) -> tuple[list[int], int]:
     """The path to commit and the bonus; no drafts where a rule fails, which fails its answer."""
-    with sequence.failing():
-        return accept(sequence, tree, scored)
-    return accept(sequence, tree, scored)  # with its error, so that no draft stands
+    try:
+        return accept(sequence, tree, found)
+    except PolicyError as error:
+        sequence.error = error
+        return tree.path_to(tree.root), found.predictions[tree.root]
 
 
 def _sources_of(sequence: Sequence) -> list[DraftSource]:
@@ -353,5 +385,5 @@ def _needs_no_reading(sequence: Sequence) -> bool:
 
 
 def _cut(guesses: Guesses, depth: int) -> Guesses:
-    """Chains no deeper than what is missing."""
+    """Chains no deeper than what is missing. `Branches` are left whole: `accept` bounds paths."""
     return [chain[:depth] for chain in guesses] if isinstance(guesses, list) else guesses

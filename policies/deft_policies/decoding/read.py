@@ -141,7 +141,7 @@ class Reading:
                 greedy=ints(one.greedy),
                 is_finite=all(map(isfinite, numbers[one.sums])),
                 gaps=numbers[one.gaps] if one.gaps else [],
-                judged=numbers[one.measured] if one.measured else [],
+                measured=numbers[one.measured] if one.measured else [],
                 chosen=_pair(ints(one.chosen)) if one.chosen else None,
             )
             for one in self._places

@@ -131,7 +131,7 @@ class Sequence:
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """Have an error of a plugin fail this answer alone."""
+        """Have an error of a plugin fail this answer alone. The error does not leave the block."""
         try:
             yield
         except PolicyError as error:
@@ -302,5 +302,5 @@ class Found:
     greedy: list[int]
     is_finite: bool
     gaps: list[float] = field(default_factory=list)  # between the two largest logits, if wanted
-    judged: list[float] = field(default_factory=list)  # what a device rule says of each node
-    chosen: tuple[int, int] | None = None  # node and bonus, where a device rule has chosen them
+    measured: list[float] = field(default_factory=list)  # by the rule, on the device
+    chosen: tuple[int, int] | None = None  # node and bonus, by a `ChoosingRule`

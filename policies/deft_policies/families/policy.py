@@ -2,7 +2,8 @@
 
 import logging
 import platform
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -35,8 +36,7 @@ from deft_policies.decoding.methods import (
     method_names,
 )
 from deft_policies.decoding.planner import DraftModels
-from deft_policies.decoding.sequence import AnswerSpec
-from deft_policies.decoding.sequence import Sequence as Answer
+from deft_policies.decoding.sequence import AnswerSpec, Sequence
 from deft_policies.decoding.target import Prompt
 from deft_policies.decoding.warm_up import capture, warm_up
 from deft_policies.errors import (
@@ -59,12 +59,12 @@ _TESTED_TOKENS = 32  # of a text
 
 
 @dataclass(eq=False)
-class _Frame(Running):
+class _RunningFrame(Running):
     """A request in flight, and what the policy keeps of it."""
 
     model: Model
     key: str
-    sequence: Answer | None  # of the engine; None where the model answers in one pass
+    sequence: Sequence | None  # of the engine; None where the model answers in one pass
     clocks: list[StageClock]
     num_actions: int = 0  # that were handed on before the answer
 
@@ -100,7 +100,7 @@ class VlaPolicy:
         self._details = _describe(model, self.options)
         self.reason_for_dtype = ""  # in words, where the format was chosen
         self.digests: Mapping[str, str] = {}  # of the files that its weights were read from
-        self._frames: list[_Frame] = []  # in flight
+        self._frames: list[_RunningFrame] = []  # in flight
         if isinstance(model, TokenModel):
             widest = max(one.widest for one in self._token_models)
             specs = [spec for one in self._token_models for spec in one.specs.values()]
@@ -201,7 +201,7 @@ class VlaPolicy:
         if isinstance(self.model, TokenModel):
             key = self.find_key(options.statistics_key or self._any_key)
             spec = _spec(self.model_for(options), key, options)
-            self.engine.planner.check(Answer(self.method_for(options), spec))
+            self.engine.planner.check(Sequence(self.method_for(options), spec))
             return
         if options.decoding not in (None, self._default_method):
             raise UnknownDecodingError(options.decoding, (self._default_method,))
@@ -212,7 +212,7 @@ class VlaPolicy:
         if options.want_log_probs:
             raise RequestError("log_probs", "answers here are no tokens that are drawn one by one")
 
-    def warm_up(self, methods: Sequence[str] | None = None) -> None:
+    def warm_up(self, methods: Items[str] | None = None) -> None:
         """Answer a black frame by every plan of the method served, of `methods` and of "lossless".
 
         Where passes are captured, that comes before, once for all methods. Then known frames are
@@ -257,7 +257,7 @@ class VlaPolicy:
         black = Observation(np.zeros((size, size, 3), dtype=np.uint8), "pick up the cup")
         return model.see([model.complete(black)], StageClock(torch.device("cpu")))[0]
 
-    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
+    def act(self, batch: Items[ActRequest]) -> list[ActAnswer]:
         """Answer a batch, in order."""
         frames = self.start(batch)
         while any(not one.has_ended for one in frames):
@@ -267,8 +267,8 @@ class VlaPolicy:
                 raise one.error
         return [one.answer for one in frames if one.answer is not None]
 
-    def start(self, batch: Sequence[ActRequest]) -> Sequence[Running]:
-        """Take in observations: they are looked at now, and decoded by the next steps."""
+    def start(self, batch: Items[ActRequest]) -> Items[Running]:
+        """Look at observations now, and have their answers wait: the next steps decode them."""
         with _computing(len(batch)):
             clock = StageClock(self.model.device)
             frames = [self._frame(request, clock) for request in batch]
@@ -287,7 +287,7 @@ class VlaPolicy:
         self._frames += frames
         return frames
 
-    def step(self, first: Collection[Running] = ()) -> Sequence[Running]:
+    def step(self, first: Collection[Running] = ()) -> Items[Running]:
         """Run one round of all requests in flight; return the finished."""
         with _computing(len(self._frames)):
             clock = StageClock(self.model.device)
@@ -304,7 +304,7 @@ class VlaPolicy:
             self._hand_on(frame)
         return ended
 
-    def _hand_on(self, frame: _Frame) -> None:
+    def _hand_on(self, frame: _RunningFrame) -> None:
         """Report actions that are final before the answer is, where the request asks for them."""
         on_actions, sequence, model = frame.request.on_actions, frame.sequence, frame.model
         if on_actions is None or sequence is None or not isinstance(model, TokenModel):
@@ -318,23 +318,23 @@ class VlaPolicy:
 
     def cancel(self, running: Running) -> None:
         """Remove a request between two steps; one that has ended is left alone."""
-        if isinstance(running, _Frame) and running in self._frames:
+        if isinstance(running, _RunningFrame) and running in self._frames:
             self._frames.remove(running)
             if running.sequence is not None:
                 self.engine.cancel(running.sequence)
 
-    def _frame(self, request: ActRequest, clock: StageClock) -> _Frame:
+    def _frame(self, request: ActRequest, clock: StageClock) -> _RunningFrame:
         """An observation, and what of the engine answers it."""
         options, model, sequence = request.options, self.model_for(request.options), None
         key = self.find_key(options.statistics_key)
         if isinstance(model, TokenModel):
             spec = _spec(model, key, options)
-            sequence = Answer(self.method_for(options), spec, request.memory, options.want_trace)
+            sequence = Sequence(self.method_for(options), spec, request.memory, options.want_trace)
             sequence.wants_log_probs = options.want_log_probs
             sequence.executed_steps = options.executed_steps
-        return _Frame(request, model=model, key=key, sequence=sequence, clocks=[clock])
+        return _RunningFrame(request, model=model, key=key, sequence=sequence, clocks=[clock])
 
-    def _run_round(self, clock: StageClock, first: Collection[Running]) -> list[_Frame]:
+    def _run_round(self, clock: StageClock, first: Collection[Running]) -> list[_RunningFrame]:
         """One round, and answers of what it has ended."""
         model, frames = self.model, self._frames
         found: list[tuple[Values, DecodeTrace | None]]
@@ -360,7 +360,7 @@ class VlaPolicy:
                 frame.answer = replace(frame.answer, chunk=chunk)
         return frames
 
-    def _answer(self, frame: _Frame, values: Values, trace: DecodeTrace | None) -> None:
+    def _answer(self, frame: _RunningFrame, values: Values, trace: DecodeTrace | None) -> None:
         """Give a frame that has ended its answer, or say why there is none."""
         if frame.sequence is not None and frame.sequence.error is not None:
             frame.error = frame.sequence.error
@@ -470,7 +470,7 @@ def _version_of(distribution: str) -> str:
         return "not installed"
 
 
-def _own_up(chunk: ActionChunk, sequence: Answer) -> ActionChunk:
+def _own_up(chunk: ActionChunk, sequence: Sequence) -> ActionChunk:
     """Say where a grammar has made another answer of the model's own; its trace has that, too."""
     if not isinstance(sequence.grammar, AnswerGrammar):
         return chunk
@@ -483,7 +483,7 @@ def _own_up(chunk: ActionChunk, sequence: Answer) -> ActionChunk:
     return replace(chunk, trace=trace, intervention=Intervention.GRAMMAR)
 
 
-def _log_probs(sequence: Answer) -> LogProbs:
+def _log_probs(sequence: Sequence) -> LogProbs:
     """How likely the model was to write the tokens of an answer."""
     return LogProbs(sequence.log_probs, sequence.method.temperature or 1.0, "vocabulary")
 
@@ -515,6 +515,6 @@ def _computing(num_frames: int) -> Iterator[None]:
         raise DeviceError(f"no memory for a batch of {num_frames}: {error}") from error
 
 
-def _sum_timings(clocks: Sequence[StageClock]) -> StageTimings:
+def _sum_timings(clocks: Items[StageClock]) -> StageTimings:
     every = [vars(clock.timings()) for clock in clocks]
     return StageTimings(**{name: sum(one[name] for one in every) for name in every[0]})

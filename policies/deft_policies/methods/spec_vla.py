@@ -2,12 +2,14 @@
 
 In the paper's letters, with d a draft and t the target's token: d is accepted if |d - t| <= r (eq.
 5), r = 9, or 5 for LIBERO-Long. The head grows a tree of 5 levels with 8 branches, of which the 49
-likeliest drafts stay, all levels in every round. Of equally long paths the first leaf's wins
-(`ties=closest`: the one with the smallest sum of distances).
+likeliest drafts stay, all levels in every round; nothing is drafted in the prefill. Of equally long
+paths the first leaf's wins (`ties=first-row`, because its code has a row for each leaf) or the one
+with the smallest sum of distances (`ties=closest`).
 
-As its code does, distances are of raw token ids, and any id of an action may be relaxed. Its own
-loop (`loop=published`) counts a draft of the seventh token, and needs a pass more where that token
-is the bonus; ours ends with the seventh token, whichever it is.
+As its code does, the head drafts over all tokens, distances are of raw token ids, and any id of an
+action may be relaxed. Its own loop (`loop=published`) stops only when it has seen a token behind
+the action: a draft may be the seventh token, and where the bonus is the seventh one more pass runs.
+Ours (`loop=lean`) stops at the seventh token, whichever it is.
 
 Left out: the published code gives the nodes of a head's tree wrong positions. Here they are right;
 `--draft-rope published` and `--draft-key-mask prefix-only` play published heads as they were
@@ -94,4 +96,5 @@ METHODS = {
     "spec-vla-published": "spec-vla:loop=published",
 }
 RULES = {"within-ids": WithinIds}
-PLANS = {"spec-vla": (plan("spec-vla", "", "head", TreeShape(5, 8, 49, is_full_depth=True)),)}
+_SHAPE = TreeShape(5, 8, 49, is_full_depth=True)
+PLANS = {"spec-vla": (plan("spec-vla", prefill="", rounds="head", shape=_SHAPE),)}

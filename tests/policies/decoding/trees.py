@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.accept import accept, judge, stands_by
+from deft_policies.decoding.accept import accept, judge, may_end
 from deft_policies.decoding.acceptance.rule import (
     AcceptanceRule,
     ActionSpace,
@@ -64,12 +64,12 @@ class Case:
 
     def found(self, rule: AcceptanceRule) -> Found:
         """What the host reads of the pass."""
-        best, judged = self.logits.argmax(dim=1), list[float]()
+        best, numbers = self.logits.argmax(dim=1), list[float]()
         if isinstance(rule, (DeviceRule, TreeRule)) and self.tree.has_guesses:
             measured = measure(rule, self.answer, self.tree, self.logits, self.hidden, best)
-            judged = [] if measured is None else measured.double().tolist()
+            numbers = [] if measured is None else measured.double().tolist()
         said: list[int] = best.tolist()
-        return Found(self.answer.number, said, said, is_finite=True, judged=judged)
+        return Found(self.answer.number, said, said, is_finite=True, measured=numbers)
 
     def by(self, rule: AcceptanceRule) -> JudgedTree:
         """The tree as the rule sees it."""
@@ -78,7 +78,7 @@ class Case:
 
     def accepts(self, rule: AcceptanceRule) -> list[bool]:
         """Which paths a rule accepts, whatever is missing of the answer, [node]."""
-        return stands_by(rule, self.by(rule))
+        return may_end(rule, self.by(rule))
 
     def committed(self, rule: AcceptanceRule) -> tuple[list[int], int]:
         """The path that is committed, and the bonus."""

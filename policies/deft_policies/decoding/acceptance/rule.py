@@ -1,7 +1,8 @@
 """Acceptance rules: what each kind of rule is asked, and the exact one.
 
 A draft stands if it is the target's own token, or if the rule accepts it. Rules are immutable and
-share nothing. They know integers of the host; only a device rule sees tensors. Imports no torch, so
+share nothing. Local, path and tree rules accept by numbers of the host; device rules,
+`TreeRule.measure`, `ChoosingRule.choose` and `observe_prompt` see tensors. Imports no torch, so
 that methods are listed and checked without it.
 """
 
@@ -72,14 +73,14 @@ class ActionSpace:
 
 
 class AcceptanceRule:
-    """What all kinds of rules say of themselves. Derive from one of the four kinds below."""
+    """What all kinds of rules say of themselves. Derive from one of the five kinds below."""
 
     radius_field: ClassVar[str] = ""  # the field that holds a number of bins
     reads_prompts: ClassVar[bool] = False  # whether it reads prompts' hidden states; costs work
 
     @property
     def is_exact(self) -> bool:
-        """Whether every accepted token equals the target's own."""
+        """Whether every accepted token equals the target's own. Then `accepts` is not heeded."""
         return False
 
     @property
@@ -145,7 +146,7 @@ class LocalRule(AcceptanceRule, ABC):
     def accepts(self, drafted: int, expected: int, place: int) -> bool:
         """Whether a drafted token may stand for the expected one at this place of the action.
 
-        Asked where they differ and `may_relax` holds.
+        Asked where they differ and `may_relax` holds. Places count from 0.
         """
 
 
@@ -169,7 +170,10 @@ class TreeRule(AcceptanceRule, ABC):
 
     @abstractmethod
     def accepts(self, judged: JudgedTree) -> list[bool]:
-        """Whether the path from the root to a node may be committed, [node]. The root may."""
+        """Whether the path from the root to a node may be committed, [node]. The root may.
+
+        The answer is taken as it is: the rule itself heeds `is_relaxable` and the nodes above.
+        """
 
 
 class DeviceRule(AcceptanceRule, ABC):
@@ -247,7 +251,7 @@ class JudgedTree:
     is_relaxable: list[bool]  # what `may_relax` says
     depths: list[int]  # below the root; -1 for committed nodes before it
     deepest: int  # the depth of the last guess that may count
-    measured: list[float]  # by `TreeRule.measure`; empty where it measures nothing
+    measured: list[float]  # by `TreeRule.measure` or `DeviceRule.accepts`; empty where by neither
     sequence: Sequence
 
     def whole_paths(self, fine: list[bool]) -> list[bool]:

@@ -11,7 +11,7 @@ from deft_policies.decoding.captured import shapes_of
 from deft_policies.decoding.warm_up import capture
 from deft_policies.families.loading import open_model
 from deft_policies.families.options import ModelOptions
-from deft_policies.families.policy import VlaPolicy, _Frame
+from deft_policies.families.policy import VlaPolicy, _RunningFrame
 from deft_policies.families.vla0.family import Vla0Family
 from deft_policies.families.vla0.model import WIDEST, Vla0
 from deft_policies.memory import SessionMemory
@@ -57,7 +57,7 @@ def serve(policy: VlaPolicy, name: str) -> list[tuple[int, ...]]:
         while any(not one.has_ended for one in frames):
             policy.step()
         for one in frames:
-            assert isinstance(one, _Frame)
+            assert isinstance(one, _RunningFrame)
             assert one.sequence is not None
             found.append(tuple(one.sequence.tokens))
     return found
