@@ -24,7 +24,7 @@ BROKEN = "tests.standins.broken"
 
 @pytest.fixture(autouse=True)
 def _workers_can_import_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[4])
+    monkeypatch.syspath_prepend(Path(__file__).parents[3])
 
 
 def _evaluate(out: Path, *arguments: str, suite: str = "point_world") -> int:

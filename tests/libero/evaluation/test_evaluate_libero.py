@@ -23,7 +23,7 @@ def test_runs_are_the_same_with_one_and_two_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two trials of a task: one worker meets them one after the other, two share them."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[4])
+    monkeypatch.syspath_prepend(Path(__file__).parents[3])
     runs = []
     for workers in ("1", "2"):
         code = main(

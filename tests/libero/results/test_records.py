@@ -221,7 +221,7 @@ def test_a_full_disk_is_a_clear_error_and_leaves_whole_lines_only(tmp_path: Path
         text=True,
         check=True,
         env={"PYTHONPATH": "client:."},
-        cwd=Path(__file__).parents[4],
+        cwd=Path(__file__).parents[3],
     )
     assert "1 episodes" in done.stdout
     run = load_run(tmp_path)

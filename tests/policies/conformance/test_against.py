@@ -201,6 +201,9 @@ def test_own_code_that_fails_is_quoted(
     assert told in capsys.readouterr().out
 
 
+READY = b'{"versions": {"torch": "2.9"}}'
+
+
 @pytest.mark.parametrize(
     "line", [b"\x80\x04N.", b"[]", b'{"ms": 1, "tokens": ["one"], "actions": null}', b"{" * 99]
 )
@@ -210,7 +213,8 @@ def test_what_is_no_answer_is_refused(line: bytes, tmp_path: Path) -> None:
     from deft_policies.errors import PolicyError
 
     path = tmp_path / "python"
-    path.write_text(f"#!/bin/sh\nread line\nprintf '%b\\n' '{escaped(line)}'\nread line\n")
+    ready, answer = (f"read line\nprintf '%b\\n' '{escaped(one)}'\n" for one in (READY, line))
+    path.write_text(f"#!/bin/sh\n{ready}{answer}read line\n")
     path.chmod(0o755)
     with pytest.raises(PolicyError, match="an answer cannot be used"):
         kit.ask_own_code(str(path), {}, [{}])

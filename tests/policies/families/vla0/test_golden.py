@@ -325,7 +325,7 @@ def test_flags_that_mean_nothing_to_vla0_are_refused() -> None:
 
 def test_near_numbers_stand_by_name_alone() -> None:
     policy = policy_of("tied", "lossless")
-    assert not policy.method.rule.reads_numbers
+    assert policy.method.rule.is_exact
     assert "numbers" in policy.info.decoding_methods
     assert "deft" not in policy.info.decoding_methods  # it would relax digits
     session = variant("tied")["sessions"][0]
