@@ -17,7 +17,7 @@ from deft_server.serving.hosting import HostedPolicy, NewHost, PolicyHost
 from deft_server.serving.lifecycle import Readiness, Reloads, ServerPhase
 from deft_server.serving.metrics import Metrics
 from deft_server.serving.queue import FrameQueue
-from deft_server.settings import Settings, SettingsError
+from deft_server.settings import Settings
 
 STOP_TIMEOUT_S = 5.0
 LOG_PROGRESS_EVERY_S = 5.0  # while the policy loads
@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 class Scheduler:
     """The frames that wait, and those that are with the policy.
 
-    `on_loaded` is called with every policy that is loaded, and may refuse it with `SettingsError`;
-    `on_ready` is called when frames are taken, `on_fatal` when only a new server can help.
+    `on_loaded` is called with every policy that is loaded, `on_ready` when frames are taken,
+    `on_fatal` when only a new server can help.
     """
 
     def __init__(
@@ -143,13 +143,8 @@ class Scheduler:
         if host is not self._host:
             return
         is_new = self.policy is not policy
-        try:
-            if is_new:
-                self.on_loaded(policy)
-        except SettingsError as error:
-            logger.error("the policy does not fit the settings: %s", error)
-            self.policy_broken(host, error)
-            return
+        if is_new:
+            self.on_loaded(policy)
         self._admission.num_replicas = num_replicas
         self._admission.joins_midway = policy.joins_midway
         if not num_replicas:
