@@ -30,12 +30,13 @@ LIBERO := $(VENV)/.libero-installed
 
 .NOTPARALLEL:
 .PHONY: help install install-libero install-ray check release demo serve eval-libero clean
-.PHONY: docs test test-all test-again test-client test-server test-docs test-gpu test-quarantine
+.PHONY: docs test test-all test-again test-client test-server test-recipe test-docs test-gpu test-quarantine
 
 help:
 	@echo "make demo          serve tiny-libero, play LIBERO against it, write a report with videos"
 	@echo "make test          what Deft promises, in two minutes; test-all: every test, as CI does (no GPU, no weights)"
 	@echo "make test-client   the tests of the client; test-server: those of the server. Neither needs torch"
+	@echo "make test-recipe   the tests and types of scripts/tiny_libero, a project of its own"
 	@echo "make check         lint, formatting, types, import contracts"
 	@echo "make install       the environment alone; install-libero: client and simulator alone; install-ray: Ray as well"
 	@echo "make serve         deft serve SERVE_FLAGS"
@@ -78,6 +79,10 @@ test-client: $(or $(wildcard $(INSTALLED)),$(LIGHT))
 
 test-server: $(or $(wildcard $(INSTALLED)),$(LIGHT))
 	$(PYTEST) tests/server $(PYTEST_FLAGS)
+
+# The recipe of tiny-libero is a project of its own, with its own tests and types.
+test-recipe: $(INSTALLED) $(SIMULATOR)
+	cd scripts/tiny_libero && $(abspath $(BIN))/pytest $(PYTEST_FLAGS) && $(abspath $(BIN))/mypy
 
 test-docs: $(INSTALLED) $(SIMULATOR)
 	$(BIN)/pytest tests/test_documents.py $(PYTEST_FLAGS)

@@ -224,7 +224,7 @@ def _phase_passes(results: RowResults, name: str) -> Cell:
     return _ratio(sum(counted), len(counted))
 
 
-def _lesson(results: RowResults, name: str) -> Cell:
+def _by_formula(results: RowResults, name: str) -> Cell:
     """What drafting cost and brought behind the prefill, of chains: guesses are their levels."""
     own, plain = answers_of(results.timed), answers_of(results.baseline.timed)
     num_plain = sum(len(one.accepted) - 1 for one in plain)
@@ -446,12 +446,12 @@ MEASURES: Mapping[str, Measure] = MappingProxyType(
             _speedup,
             is_time=True,
         ),
-        "lesson": Measure(
+        "formula": Measure(
             "{}",
             "behind the prefill: acceptance is the chance that a draft is accepted, length the "
             "guesses of a pass, cost that of one guess in plain passes; predicted follows from "
             "these three, measured is committed tokens over the time spent",
-            _lesson,
+            _by_formula,
             is_time=True,
         ),
         "rate": Measure("actions per second", "of the whole batch", _rate, is_time=True),
