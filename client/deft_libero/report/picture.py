@@ -22,8 +22,8 @@ from deft_libero.results.store import RunResults
 
 FRAME_MS = 80  # GIF counts hundredths of a second
 SUFFIXES = (".webp", ".gif")
-_SIDE, _GAP, _CAPTION = 240, 8, 66  # pixels; letters are read at two thirds of it on a telephone
-_SAID = 22  # further pixels, where it thinks aloud
+_SIDE, _GAP, _CAPTION = 360, 8, 92  # pixels; letters are read at half of it on a telephone
+_SAID = 32  # further pixels, where it thinks aloud
 _REST_MS = 1500  # in which the end can be seen
 _PAPER, _INK, _MUTED, _GOOD = (22, 24, 29), (240, 240, 236), (165, 167, 173), (98, 212, 138)
 
@@ -118,17 +118,17 @@ def _draw_panel(
     step = racer.record.num_steps if has_ended else int(1000 * now_s / racer.pace_ms)
     panel = PillowImage.new("RGB", (_SIDE, height), _PAPER)
     panel.paste(film[min(step, len(film) - 1)], (0, 0))
-    draw, base = ImageDraw.Draw(panel), height - 8
+    draw, base = ImageDraw.Draw(panel), height - 10
     ink, muted = (_GOOD, _GOOD) if has_ended and outcome is Outcome.SUCCEEDED else (_INK, _MUTED)
     time, state = (
         f"{min(now_s, racer.seconds):.1f} s",
         outcome.value if has_ended else f"step {step}",
     )
     for place, anchor, text, size, colour in (
-        ((6, _SIDE + 6), "la", name, _size_of(name, 19), _INK),
-        ((6, _SIDE + 32), "la", racer.words(step), _size_of(racer.words(step), 16), _MUTED),
-        ((6, base), "ls", time, 26, ink),
-        ((_SIDE - 6, base), "rs", state, 18, muted),
+        ((8, _SIDE + 8), "la", name, _size_of(name, 26), _INK),
+        ((8, _SIDE + 44), "la", racer.words(step), _size_of(racer.words(step), 22), _MUTED),
+        ((8, base), "ls", time, 36, ink),
+        ((_SIDE - 8, base), "rs", state, 26, muted),
     ):
         draw.text(place, text, fill=colour, font=ImageFont.load_default(size), anchor=anchor)
     return panel
@@ -137,7 +137,7 @@ def _draw_panel(
 def _size_of(text: str, most: int) -> int:
     """At most so many pixels a letter, and as many as let it fit below its picture."""
     return int(
-        min(most, most * (_SIDE - 12) / max(1, ImageFont.load_default(most).getlength(text)))
+        min(most, most * (_SIDE - 16) / max(1, ImageFont.load_default(most).getlength(text)))
     )
 
 

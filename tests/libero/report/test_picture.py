@@ -54,7 +54,7 @@ def test_what_a_run_says_it_is_about_to_do_stands_below(tmp_path: Path) -> None:
     silent, thinking = (
         next(draw_race([each], ["slow"])) for each in (Racer(run, one, racer.path), racer)
     )
-    assert thinking.shape[0] == silent.shape[0] + 22
+    assert thinking.shape[0] == silent.shape[0] + 32
 
 
 @pytest.mark.parametrize("suffix", [".webp", ".gif"])
@@ -68,7 +68,7 @@ def test_the_report_writes_the_baseline_beside_the_quickest_run(
     assert main([str(tmp_path / "runs"), "--out", str(page), "--picture", str(picture)]) == 0
     with Image.open(picture) as shown:
         assert shown.is_animated
-        assert shown.size == (488, 306)
+        assert shown.size == (728, 452)
 
 
 def test_of_several_trials_the_one_with_the_median_lead_is_shown(tmp_path: Path) -> None:

@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from deft_policies.checkpoint.open import check_memory
 from deft_policies.decoding.captured import Shape, shapes_of
 from deft_policies.decoding.target import Target
 from deft_policies.families.openvla import OpenVLAFamily
 from deft_policies.families.options import ModelOptions
-from deft_policies.model.formats import Precision
+from deft_policies.errors import DeviceError
+from deft_policies.model.formats import Precision, Quantization
 from deft_policies.model.graphs import Reserve, StepRunner
 from tests.fake_graphs import RecordingCapturer
 from tests.tiny_target import ACTIONS, tiny_decoder
@@ -38,6 +40,22 @@ def test_a_7b_captures_at_most_40_passes_in_at_most_3_gib(draft_heads: tuple[Pat
     assert found.reserve.rows == ModelOptions().largest_batch
     assert 0 < len(passes_of(found)) <= 40
     assert 0 < sum(planned(found).values()) <= 3.2 * GIB
+
+
+@pytest.mark.parametrize(("quantization", "rows"), [(Quantization.NONE, 1), (Quantization.FP8, 4)])
+def test_a_card_of_24_gb_holds_a_7b_and_one_of_8_gb_does_not(
+    monkeypatch: pytest.MonkeyPatch, quantization: Quantization, rows: int
+) -> None:
+    """What `deft doctor` adds up; a gigabyte of the card is the driver's and torch's."""
+    free = 23 * GIB
+    monkeypatch.setattr("deft_policies.checkpoint.open.find_free_bytes", lambda device: free)
+    found = family(largest_batch=rows, quantization=quantization)
+    asked = found.places, torch.device("cuda"), torch.bfloat16, quantization
+    need = check_memory(*asked, planned(found))
+    assert {"weights", *planned(found)} < need.keys()
+    free = 7 * GIB
+    with pytest.raises(DeviceError, match="a smaller --largest-batch, or a larger device"):
+        check_memory(*asked, planned(found))
 
 
 def test_more_rows_take_more_memory_and_hardly_more_passes() -> None:
