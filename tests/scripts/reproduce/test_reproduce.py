@@ -519,7 +519,12 @@ def test_lines_that_name_no_weights_say_so(tmp_path):
 def test_the_command_runs_a_study_over_a_policy_given_by_flags(tmp_path, data, capsys):
     out = tmp_path / "out"
     flags = ["--random-weights", "small", "--threads", "1"]
-    arguments = ["draft-length/length-and-acceptance", "--row", "scripted, a = 1, K = 5", "--no-episodes"]
+    arguments = [
+        "draft-length/length-and-acceptance",
+        "--row",
+        "scripted, a = 1, K = 5",
+        "--no-episodes",
+    ]
     arguments += ["--recording", str(data), "--frames", "2", "--time", "1", "--out", str(out)]
     assert main([*arguments, *flags]) == 0
     assert main(next_command(capsys.readouterr().out)[3:]) == 0
