@@ -9,9 +9,9 @@ import torch
 from deft_policies.checkpoint.open import check_memory
 from deft_policies.decoding.captured import Shape, shapes_of
 from deft_policies.decoding.target import Target
+from deft_policies.errors import DeviceError
 from deft_policies.families.openvla import OpenVLAFamily
 from deft_policies.families.options import ModelOptions
-from deft_policies.errors import DeviceError
 from deft_policies.model.formats import Precision, Quantization
 from deft_policies.model.graphs import Reserve, StepRunner
 from tests.fake_graphs import RecordingCapturer
