@@ -12,7 +12,7 @@ import difflib
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -51,6 +51,10 @@ PAGE, FACTS, STUDIES, STRIP = "page.md", "environment.json", "studies", "plots/f
 PACKED = ".jsonl.gz"
 LEGEND = "legend"
 _KINDS = (record.FRAMES, record.TIMED, played.FOLDER)
+_FRAMES = "On recorded frames, by fixed plans:"
+_EPISODES_AND_FRAMES = "In episodes, and on recorded frames, by fixed plans:"
+_TIMED = "On the frames that were timed, as served:"
+_SERVED_PASSES = "served-passes"
 _STEP = "step"  # the x of a plot over one episode
 _PLAIN_NAMES = {PLAIN: "plain"}  # what sentences call a baseline
 _BLOCK = re.compile(r"(<!-- from ([^#\s]+)#(\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -256,20 +260,39 @@ def _legend(results: ResultsFolder) -> str:
 def _table(results: ResultsFolder, table: Table) -> str:
     """A table with its note, what may be concluded from it, and what was published."""
     rows = results.rows_of(table)
-    cells = [[one.row.name, *(cell_of(key, one)[0] for key in table.measures)] for one in rows]
-    columns, cells = without_empty(["", *map(heading_of, table.measures)], cells)
+    timed = [name for name in table.measures if find_measure(name)[0].is_time]
+    others = [name for name in table.measures if name not in timed]
     notes = [*_conclusions(rows)] if "points" in table.measures else []
-    if any(find_measure(name)[0].is_time for name in table.measures):
+    if timed:
         notes += _said_of_times(rows)
-    parts = [
-        markdown_table(columns, cells).rstrip(),
-        table.note.strip(),
-        "\n".join(f"- {one}" for one in notes),
-    ]
+    parts = [*_tables(rows, others, timed), table.note.strip()]
+    parts.append("\n".join(f"- {one}" for one in notes))
     if table.published is not None:
         parts.append(f"Published ({table.published.where}). {table.published.differs.strip()}")
         parts.append(markdown_table(table.published.columns, table.published.rows).rstrip())
     return "\n\n".join(part for part in parts if part)
+
+
+def _tables(
+    rows: Sequence[RowResults], others: Sequence[str], timed: Sequence[str]
+) -> Iterator[str]:
+    """The columns of each experiment in a table of its own: a row holds no two of them."""
+    found = [_columns(rows, others), _columns([one for one in rows if one.timed], timed)]
+    if not all(found):
+        yield from filter(None, found)
+        return
+    has_episodes = "success" in others and any(one.played for one in rows)
+    yield _EPISODES_AND_FRAMES if has_episodes else _FRAMES
+    yield found[0]
+    yield _TIMED
+    yield _columns([one for one in rows if one.timed], dict.fromkeys([_SERVED_PASSES, *timed]))
+
+
+def _columns(rows: Sequence[RowResults], measures: Iterable[str]) -> str:
+    """Rows with the measures that any of them has; empty where none has one."""
+    cells = [[one.row.name, *(cell_of(name, one)[0] for name in measures)] for one in rows]
+    columns, cells = without_empty(["", *map(heading_of, measures)], cells)
+    return markdown_table(columns, cells).rstrip() if len(columns) > 1 else ""
 
 
 def _said_of_times(rows: Sequence[RowResults]) -> Iterator[str]:

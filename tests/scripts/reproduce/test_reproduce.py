@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -421,6 +422,17 @@ def test_plots_are_svg_with_named_axes_and_a_line_per_measure(recorded):
     assert len(tree.findall("{*}polyline")) == 1
     assert len(tree.findall("{*}path[@class='mark']")) == 2  # of the point, and in the legend
     assert f"![Small](plots/{plot.name})" in (recorded / "page.md").read_text()
+
+
+def test_a_row_holds_columns_of_one_experiment():
+    page = (ROOT / "docs/results/tiny-libero/page.md").read_text().splitlines()
+    tables = [row for row, below in pairwise(page) if below.startswith("| ---")]
+    headings = [{one.strip() for one in row.split("|")} for row in tables]
+    times = {"ms", "times as fast here", "passes, as served", "acceptance, ms a pass"}
+    frames = {"passes", "committed length", "equal actions", "mm from plain"}
+    for experiment in (times, frames):
+        assert any(one & experiment for one in headings)
+    assert not [one for one in headings if one & times and one & frames]
 
 
 def test_a_page_says_what_every_column_means(recorded):
