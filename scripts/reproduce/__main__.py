@@ -174,7 +174,8 @@ def _reproduce(given: argparse.Namespace, words: PolicyWords) -> int:
     try:
         if studies[0].num_frames:
             replays.record(rows, frames)
-            if len(tables) < len(given.studies):  # a table of its own, on the page of a study
+            # Where whole studies are asked for: it belongs to none of their tables.
+            if len(tables) < len(given.studies) and any(one.says_how_sure for one in studies):
                 record_choices(words.load(), frames, out)
         if num_timed:
             replays.time(rows, frames.for_times(num_timed))
@@ -182,7 +183,8 @@ def _reproduce(given: argparse.Namespace, words: PolicyWords) -> int:
             episodes.play(rows, _QUICK_EPISODES if given.quick else None)
     finally:
         _write_facts(out / FACTS, replays, _facts(frames))
-        _write_strip(frames, out / STRIP)
+        if any(table.shows_steps for study in studies for table in study.table):
+            _write_strip(frames, out / STRIP)
         write(out)
     results = ResultsFolder(out)
     for text in tables:

@@ -55,7 +55,6 @@ _FRAMES = "On recorded frames, by fixed plans:"
 _EPISODES_AND_FRAMES = "In episodes, and on recorded frames, by fixed plans:"
 _TIMED = "On the frames that were timed, as served:"
 _SERVED_PASSES = "served-passes"
-_STEP = "step"  # the x of a plot over one episode
 _PLAIN_NAMES = {PLAIN: "plain"}  # what sentences call a baseline
 _BLOCK = re.compile(r"(<!-- from ([^#\s]+)#(\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 _OF_A_GPU = re.compile(r"<!-- gpu .*?<!-- end of gpu -->", re.DOTALL)  # scripts.bench.gpu.page
@@ -231,7 +230,7 @@ def _page(results: ResultsFolder) -> Iterator[str]:
                 yield _table(results, table)
                 if table.plot_x:
                     yield f"![{table.title}](plots/{name}-{table.key}.svg)"
-                if table.plot_x == _STEP and (results.folder / STRIP).is_file():
+                if table.shows_steps and (results.folder / STRIP).is_file():
                     yield f"![Frames of that episode, evenly spaced]({STRIP})"
     yield "## What the columns say"
     yield _legend(results)
@@ -329,7 +328,7 @@ def _conclusions(rows: Sequence[RowResults]) -> Iterator[str]:
 
 
 def _plot(table: Table, rows: Sequence[RowResults]) -> str:
-    if table.plot_x == _STEP:
+    if table.shows_steps:
         lanes = [(one.row.name, _passes_by_step(one)) for one in rows]
         return line_plot(table.title, "step of the first episode", "passes", lanes, apart=True)
     lines = []

@@ -113,6 +113,11 @@ class Table:
     published: Published | None = None
 
     @property
+    def shows_steps(self) -> bool:
+        """Whether its plot is over the steps of one episode, whose frames stand below it."""
+        return self.plot_x == "step"
+
+    @property
     def rows(self) -> list[Row]:
         """Every row, written out."""
         return [one for row in self.row for one in row.written_out()]
@@ -122,7 +127,7 @@ class Table:
 class Study:
     """The tables of one paper, and how many recorded frames their rows answer.
 
-    None, where only times are taken.
+    None, where only times are taken. `says_how_sure` asks for a table of the target's own odds, too.
     """
 
     __pydantic_config__ = STRICT
@@ -130,6 +135,7 @@ class Study:
     about: str
     table: tuple[Table, ...]
     num_frames: int = 2000
+    says_how_sure: bool = False
 
     def rows(self, key: str = "", names: Collection[str] = ()) -> list[Row]:
         """Rows with their baselines, in order; some answer alike (`distinct`).
