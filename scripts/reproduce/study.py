@@ -127,7 +127,7 @@ class Table:
 class Study:
     """The tables of one paper, and how many recorded frames their rows answer.
 
-    None, where only times are taken. `says_how_sure` asks for a table of the target's own odds, too.
+    None, where only times are taken. `says_how_sure` adds a table of the target's own odds.
     """
 
     __pydantic_config__ = STRICT
