@@ -86,3 +86,13 @@ def test_evaluate_keeps_each_row_and_goes_on_with_those_that_are_missing(
     assert kept.read_text().splitlines()[2:] == whole.splitlines()[2:]
     assert deft([*command, "--frames", "2"]) == 1
     assert "of other frames, heads or weights" in capsys.readouterr().err
+
+
+def test_evaluate_judges_heads_by_the_tree_that_is_asked_for(tmp_path: Path) -> None:
+    data, kept = write_demonstrations(tmp_path / "data", episodes=1), tmp_path / "rows.jsonl"
+    head = golden.write_draft_head(tmp_path / "head")
+    flags = ["--head", str(head), "--draft-tree", "chain:1", "--radii", "99"]
+    assert train(["evaluate", str(data), *flags, "--json", str(kept), *TARGET]) == 0
+    of_head = json.loads(kept.read_text().splitlines()[0])
+    assert of_head["source"] == str(head)
+    assert 1 < of_head["committed_length"] <= 2  # a pass checks one draft

@@ -34,7 +34,7 @@ from deft_policies.decoding import kinds
 from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.engine import Engine
 from deft_policies.decoding.methods import Method, find_method
-from deft_policies.decoding.plan import TreeShape
+from deft_policies.decoding.plan import TreeShape, read_tree
 from deft_policies.decoding.planner import DraftModels
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.families.policy import VlaPolicy
@@ -155,8 +155,9 @@ def run(given: Namespace) -> int:
     """Print a table row by row, and add each to the JSON lines where asked to."""
     with shown():
         target = load_target(given)
+    shape = None if given.draft_tree is None else read_tree(given.draft_tree)
     setups = [
-        *(_setup(directory, target, given.draft_tree) for directory in given.head),
+        *(_setup(directory, target, shape) for directory in given.head),
         DraftSetup("previous", (kinds.PREVIOUS,)),
         DraftSetup("extrapolation", (kinds.EXTRAPOLATION,)),
     ]
