@@ -1,6 +1,7 @@
 """A block head from recorded states to a served one: what is taught is what is served."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,12 +69,16 @@ def test_recorded_states_are_those_of_the_whole_sequence_at_once(demos: Path) ->
 
 def test_blocks_ask_for_the_tokens_behind_their_own(demos: Path) -> None:
     recorder = StatesRecorder(tiny_target().policy, (1,))
-    samples = recorder.sample(observations(demos)[:2], [0, 0], torch.float32)
+    whole, other = recorder.sample(observations(demos)[:2], [0, 0], torch.float32)
+    shorter = replace(other, tokens=other.tokens[:-3], states=other.states[:-3])
+    samples = [whole, shorter]
     batch = collate_blocks(samples, places=4, num_blocks=8, seeds=[1, 2], device=CPU)
+    num_blocks = batch.anchors.shape[1]
+    assert num_blocks == len(whole.tokens) - 1  # no more than the longest answer has
     for row, sample in enumerate(samples):
         tokens, first = sample.tokens.tolist(), sample.num_prompt
         begun = set()
-        for block in range(8):
+        for block in range(num_blocks):
             index = int(batch.anchors[row, block]) - first
             assert int(batch.first[row, block]) == tokens[index]
             counts = batch.counts[row, block].tolist()

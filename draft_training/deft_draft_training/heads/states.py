@@ -132,6 +132,7 @@ def collate_blocks(
     device: torch.device,
 ) -> StatesBatch:
     """Draw blocks of each sample: behind all of its tokens where they are no more than that."""
+    num_blocks = min(num_blocks, max(len(one.tokens) for one in samples) - 1)
     anchors, firsts, wanted, before, says, counts = ([] for _ in range(6))
     for sample, seed in zip(samples, seeds, strict=True):
         length = len(sample.tokens)
@@ -143,7 +144,7 @@ def collate_blocks(
         ahead = chosen[:, None] + torch.arange(1, places + 1)
         is_there = ahead < length
         ahead = ahead.clamp(max=length - 1)
-        # A block that is there twice, because the answer is short, counts once.
+        # Where other answers are longer, a block is there twice: it counts once.
         is_there &= (torch.arange(num_blocks) < len(every))[:, None]
         anchors.append(sample.num_prompt + chosen)
         firsts.append(sample.tokens[chosen])

@@ -29,6 +29,7 @@ MEANINGS = {
     PREVIOUS: "the last action",
     EXTRAPOLATION: "the last actions, continued in a straight line",
     RECYCLED: "the model's own predictions behind its last mismatch",
+    BLOCK: "the block head",
     MEDUSA: "parallel draft heads",
     SMALL_MODEL: "a smaller model",
     PREVIOUS_ANSWER: "the whole last answer, lined up with this one",

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from math import prod
 
-from deft_policies.decoding.kinds import HEAD, MEDUSA, SMALL_MODEL, meaning
+from deft_policies.decoding.kinds import BLOCK, HEAD, MEDUSA, SMALL_MODEL, meaning
 
-_GROWING = frozenset((HEAD, MEDUSA, SMALL_MODEL))  # sources whose guesses have the tree's form
+# Sources whose guesses have the tree's form.
+_GROWING = frozenset((HEAD, BLOCK, MEDUSA, SMALL_MODEL))
 MOST_LEVELS, MOST_BRANCHES, MOST_GUESSES = 16, 32, 256  # of trees that callers ask for
 MOST_GROWN = 128  # nodes with children in a tree that a small model grows
 
