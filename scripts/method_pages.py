@@ -135,8 +135,8 @@ def _linked(text: str) -> str:
         page, quoted = found[1], found[2]
         return re.sub(r'"([^"]+)"', lambda one: _section(page, one[1]), quoted)
 
-    text = re.sub(r'docs/([\w/]+\.md),\s+((?:"[^"]+"(?:\s+and\s+)?)+)', sections, text)
-    return re.sub(r"docs/([\w/]+)\.md", r"[\1.md](../\1.md)", text)
+    text = re.sub(r'docs/([\w/-]+\.md),\s+((?:"[^"]+"(?:\s+and\s+)?)+)', sections, text)
+    return re.sub(r"docs/([\w/-]+)\.md", r"[\1.md](../\1.md)", text)
 
 
 def _section(page: str, words: str) -> str:

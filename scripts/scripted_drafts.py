@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deft_core.types import ActOptions
-from deft_policies.base import ActRequest
+from deft_policies.base import PolicyRequest
 from deft_policies.benchmark.replay import ReplayFrame
 from deft_policies.decoding import kinds
 from deft_policies.decoding.clock import StageClock
@@ -26,7 +26,7 @@ from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.target import Target
 from deft_policies.decoding.warm_up import capture
 from deft_policies.families.options import ModelOptions
-from deft_policies.families.policy import VlaPolicy, _RunningFrame
+from deft_policies.families.policy import VlaPolicy, _RunningRequest
 from deft_policies.model.draft_heads import EagleHead, head_sizes
 from deft_policies.model.sizes import TokenRange
 from deft_policies.model.vla import VlaNetwork
@@ -196,7 +196,7 @@ class ScriptedPolicy(VlaPolicy):
         answers: Mapping[int, tuple[int, ...]],
     ) -> None:
         """The first script is the default; `answers` are by the identity of the observation."""
-        model = policy.token_model
+        model = policy.model
         self._scripts, self._answers = {one.name: one for one in scripts}, answers
         num_tokens = max(spec.max_tokens for spec in model.specs.values())
         self._coins = {one.name: _Coins(one, num_tokens) for one in scripts}
@@ -215,14 +215,14 @@ class ScriptedPolicy(VlaPolicy):
         script = self._scripts.get(options.decoding or self.method.name)
         return super().method_for(options) if script is None else script.method
 
-    def _frame(self, request: ActRequest, clock: StageClock) -> _RunningFrame:
+    def _request(self, request: PolicyRequest, clock: StageClock) -> _RunningRequest:
         """Tell the drafts what is right."""
-        frame = super()._frame(request, clock)
-        if frame.sequence is not None and frame.sequence.method.name in self._coins:
-            coins, target = self._coins[frame.sequence.method.name], self.engine.target
+        running = super()._request(request, clock)
+        coins, target = self._coins.get(running.sequence.method.name), self.engine.target
+        if coins is not None:
             tokens = self._answers[id(request.observation)]
-            frame.sequence.notes[_SCRIPTED] = coins.throw(tokens, target.action_tokens)
-        return frame
+            running.sequence.notes[_SCRIPTED] = coins.throw(tokens, target.action_tokens)
+        return running
 
 
 def find_answers(policy: VlaPolicy, frames: Sequence[ReplayFrame]) -> dict[int, tuple[int, ...]]:
@@ -231,7 +231,7 @@ def find_answers(policy: VlaPolicy, frames: Sequence[ReplayFrame]) -> dict[int, 
     answers = {}
     for frame in frames:
         asked = replace(options, statistics_key=frame.statistics_key)
-        request = ActRequest(frame.observation, options=asked)
+        request = PolicyRequest(frame.observation, options=asked)
         trace = policy.act([request])[0].chunk.trace
         assert trace is not None
         answers[id(frame.observation)] = trace.tokens

@@ -1,9 +1,9 @@
-"""What the server needs from a policy, and nothing more."""
+"""What a policy is: the one interface behind the server, the commands and the benchmarks."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,7 @@ OnActions = Callable[[NDArray[np.float64]], object]
 
 
 @dataclass(frozen=True)
-class ActRequest:
+class PolicyRequest:
     """One observation to answer, with the memory of the robot it came from.
 
     A policy that writes its actions one after the other calls `on_actions`, on its thread, with
@@ -48,7 +48,7 @@ class ActRequest:
 
 
 @dataclass(frozen=True, eq=False)
-class ActAnswer:
+class PolicyAnswer:
     """The actions for one observation, and what to hand in with the robot's next one.
 
     With an `error` the chunk has no step: its text and its trace say what was answered instead.
@@ -61,96 +61,16 @@ class ActAnswer:
 
 @dataclass(eq=False)
 class Running:
-    """An observation on its way through a policy; once it has ended, an answer or an error."""
+    """A request that a policy has started; once it has ended, an answer or an error."""
 
-    request: ActRequest
-    answer: ActAnswer | None = field(default=None, init=False)
+    request: PolicyRequest
+    answer: PolicyAnswer | None = field(default=None, init=False)
     error: PolicyError | None = field(default=None, init=False)
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more is to come."""
+        """Whether the answer, or the error, is there."""
         return self.answer is not None or self.error is not None
-
-
-class Policy(Protocol):
-    """Maps observations to the actions that follow them. Keeps nothing of any robot.
-
-    `check` may be called from any thread; `act` and `warm_up` only from the one policy thread.
-    """
-
-    @property
-    def info(self) -> ServerInfo:
-        """What this policy is and which options it takes."""
-
-    def check(self, observation: Observation, options: ActOptions) -> None:
-        """Raise `RequestError` for what `act` could not answer; cheap, touches no model."""
-
-    def warm_up(self) -> None:
-        """Do once what would make the first answer slow, and try whether answers can be trusted.
-
-        Raises `PolicyError` where they cannot: nothing may be served then.
-        """
-
-    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
-        """Answer a batch, in order. Blocking.
-
-        Where it raises, the server may try the frames again, in smaller batches; `DeviceError`
-        means that a smaller batch might do.
-        """
-
-
-@runtime_checkable
-class SteppedPolicy(Protocol):
-    """A policy that can also be played round by round, so that a long answer blocks nobody.
-
-    Like `act`, on the policy thread alone; `act` is this loop. Where `start` raises, nothing has
-    been taken in; where `step` raises, nothing is on its way any more.
-    """
-
-    def start(self, batch: Sequence[ActRequest]) -> Sequence[Running]:
-        """Take in observations, in order; they are answered by the next steps."""
-
-    def step(self, first: Collection[Running] = ()) -> Sequence[Running]:
-        """Play one round of all that is on its way; returns what has ended.
-
-        Where `first` names some, the others may sit this round out.
-        An answer's timings are those of all rounds since its start, its trace tells the passes.
-        """
-
-    def cancel(self, running: Running) -> None:
-        """Let go of one between two steps; nothing where it has ended."""
-
-
-class OneCall:
-    """A policy that answers a batch in one call, played in rounds: each ends what has joined."""
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self._joined: list[Running] = []
-
-    def start(self, batch: Sequence[ActRequest]) -> Sequence[Running]:
-        """Have observations wait for the next step."""
-        started = [Running(one) for one in batch]
-        self._joined += started
-        return started
-
-    def step(self, first: Collection[Running] = ()) -> Sequence[Running]:
-        """Answer all that has joined."""
-        joined, self._joined = self._joined, []
-        answers = self._policy.act([one.request for one in joined])
-        for one, answer in zip(joined, answers, strict=True):
-            one.answer = answer
-        return joined
-
-    def cancel(self, running: Running) -> None:
-        """Let go of one that has joined."""
-        self._joined = [one for one in self._joined if one is not running]
-
-
-def stepped(policy: Policy) -> SteppedPolicy:
-    """Return a policy as one that is played round by round, which it may be already."""
-    return policy if isinstance(policy, SteppedPolicy) else OneCall(policy)
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,9 +85,94 @@ class ActionLimits:
     may_exceed: bool = False
 
 
-@runtime_checkable
-class LimitedPolicy(Protocol):
-    """A policy that knows the range of its actions; may be called from any thread."""
+class Policy(ABC):
+    """Maps observations to the actions that follow them. Keeps nothing of any robot.
 
-    def action_limits(self, statistics_key: str | None) -> ActionLimits:
-        """Return the limits under a statistics key that `check` let pass; None is the default."""
+    `start` takes requests in, and each `step` runs one round of them, so that a long answer blocks
+    no other. `info`, `check` and `action_limits` may be called from any thread; everything else
+    only from the one policy thread.
+    """
+
+    joins_midway = True  # whether requests may start while others run
+
+    @property
+    @abstractmethod
+    def info(self) -> ServerInfo:
+        """What this policy is and which options it takes."""
+
+    @abstractmethod
+    def check(self, observation: Observation, options: ActOptions) -> None:
+        """Raise `RequestError` for what could not be answered; cheap, touches no model."""
+
+    def action_limits(self, statistics_key: str | None) -> ActionLimits | None:
+        """The range of actions under a statistics key that `check` let pass, if it is known.
+
+        None is the default key.
+        """
+        return None
+
+    @abstractmethod
+    def warm_up(self) -> None:
+        """Do once what would make the first answer slow, and try whether answers can be trusted.
+
+        Raises `PolicyError` where they cannot: nothing may be served then.
+        """
+
+    @abstractmethod
+    def start(self, batch: Sequence[PolicyRequest]) -> Sequence[Running]:
+        """Start requests, in order; the next steps answer them. Where it raises, none has started.
+
+        The server may try them again, in smaller batches; `DeviceError` means that a smaller batch
+        might do.
+        """
+
+    @abstractmethod
+    def step(self, first: Collection[Running] = ()) -> Sequence[Running]:
+        """Run one round of all requests; return those that have ended. Blocking.
+
+        Where `first` names some, the others may wait for a later round. An answer's timings are
+        the sums over its rounds. Where it raises, no request is running any more.
+        """
+
+    @abstractmethod
+    def cancel(self, running: Running) -> None:
+        """Drop a request between two steps; one that has ended is left alone."""
+
+    def act(self, batch: Sequence[PolicyRequest]) -> list[PolicyAnswer]:
+        """Answer a batch, in order; raises the first request's error, if any has one. Blocking."""
+        started = self.start(batch)
+        while any(not one.has_ended for one in started):
+            self.step()
+        for one in started:
+            if one.error is not None:
+                raise one.error
+        return [one.answer for one in started if one.answer is not None]
+
+
+class OneCallPolicy(Policy):
+    """A policy that answers a whole batch in one call, which is `act`: one step ends them all."""
+
+    joins_midway = False
+    _started: tuple[Running, ...] = ()  # since the last step
+
+    @abstractmethod
+    def act(self, batch: Sequence[PolicyRequest]) -> list[PolicyAnswer]:
+        """Answer a batch, in order. Blocking."""
+
+    def start(self, batch: Sequence[PolicyRequest]) -> Sequence[Running]:
+        """Have requests wait for the next step."""
+        started = [Running(one) for one in batch]
+        self._started = (*self._started, *started)
+        return started
+
+    def step(self, first: Collection[Running] = ()) -> Sequence[Running]:
+        """Answer all that have started."""
+        started, self._started = self._started, ()
+        answers = self.act([one.request for one in started]) if started else []
+        for one, answer in zip(started, answers, strict=True):
+            one.answer = answer
+        return started
+
+    def cancel(self, running: Running) -> None:
+        """Drop a request before the step that would answer it."""
+        self._started = tuple(one for one in self._started if one is not running)

@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deft_core.types import ActionChunk, ActOptions, Observation, ServerInfo
-from deft_policies.base import ActAnswer, ActRequest
+from deft_policies.base import OneCallPolicy, PolicyAnswer, PolicyRequest
 from deft_policies.errors import UnknownDecodingError, UnknownStatisticsKeyError
 
 
-@dataclass(frozen=True, eq=False)
-class ConstantPolicy:
+@dataclass(eq=False)
+class ConstantPolicy(OneCallPolicy):
     """Answers every observation with the same actions.
 
     One that sleeps takes a fixed time over every batch, however many frames it has, and no
@@ -51,7 +51,7 @@ class ConstantPolicy:
     def warm_up(self) -> None:
         """Nothing to warm."""
 
-    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
+    def act(self, batch: Sequence[PolicyRequest]) -> list[PolicyAnswer]:
         """Return the fixed actions."""
         time.sleep(self.sleep_s)
-        return [ActAnswer(ActionChunk(self.actions), request.memory) for request in batch]
+        return [PolicyAnswer(ActionChunk(self.actions), request.memory) for request in batch]

@@ -51,7 +51,7 @@ class MixedAnswersError(PolicyError):
 class NoActionError(PolicyError):
     """What the model wrote holds no action. The session's memory of it is as good as any."""
 
-    reasoning = ""  # what it wrote, once somebody has put it into words
+    reasoning = ""  # the text of the answer, where it has been decoded
 
 
 class CheckpointError(PolicyError):

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deft_core.types import ActOptions, Observation
-from deft_policies.base import ActionLimits, ActRequest, Policy
+from deft_policies.base import ActionLimits, Policy, PolicyRequest
 from deft_policies.errors import PolicyError
 
 _INSTRUCTION = "pick up the cup"
@@ -40,7 +40,7 @@ def self_test(
     for name, image in _known_frames(info.image_height, info.image_width).items():
         observation = complete(Observation(image, _INSTRUCTION))
         answers = [
-            policy.act([ActRequest(observation, options=options)])[0]
+            policy.act([PolicyRequest(observation, options=options)])[0]
             for options in (plainly, plainly, by_default)
         ]
         for answer in answers:

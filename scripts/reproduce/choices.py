@@ -37,7 +37,6 @@ _MEANINGS = {
 def record_choices(policy: VlaPolicy, frames: FrameSet, out: Path) -> None:
     """Write a line for every episode, unless they are there; nothing of a policy that thinks."""
     model = policy.model
-    assert isinstance(model, TokenModel)
     if model.specs[policy.find_key(None)].stop is not None:
         return
     header = {"frames": frames.label, "weights": policy.digests.get(WEIGHTS, "not recorded")}

@@ -28,7 +28,7 @@ from deft_core.peers.conventions import to_robosuite
 from deft_core.types import ActionChunk, Observation, StageTimings
 from deft_libero.results.records import EpisodeRecord, Outcome, TrialKey
 from deft_libero.results.store import ResultsStore, RunHeader
-from deft_policies.base import ActRequest
+from deft_policies.base import PolicyRequest
 from deft_policies.benchmark.replay import Contender, Replay, ReplayFrame, replay
 from deft_policies.benchmark.transformers_loops import find_baseline
 from deft_policies.commands.parse import load_by_words
@@ -36,7 +36,6 @@ from deft_policies.decoding import kinds
 from deft_policies.decoding.methods import AUTOREGRESSIVE, find_method
 from deft_policies.decoding.plan import PLAIN
 from deft_policies.errors import RequestError
-from deft_policies.families.model import TokenModel
 from deft_policies.families.policy import VlaPolicy
 from scripts.reproduce.acceptance import measured_chances
 from scripts.reproduce.study import ReproductionError, Row
@@ -56,7 +55,7 @@ class PolicyWords:
     def load(self, flags: Sequence[str] = ("--no-guard",)) -> VlaPolicy:
         """The policy with further flags; without a guard its plans are fixed."""
         policy = load_by_words(self.name, *self.flags, *flags)
-        if not isinstance(policy, VlaPolicy) or not isinstance(policy.model, TokenModel):
+        if not isinstance(policy, VlaPolicy):
             raise ReproductionError(
                 f"--policy {self.name} decodes in one way; studies compare methods of OpenVLA's"
             )
@@ -227,7 +226,7 @@ class Replays:
         except RequestError as error:
             self.left_out[row.slug] = str(error)
             return None
-        chunk = contender.policy.act([ActRequest(first, options=options)])[0].chunk
+        chunk = contender.policy.act([PolicyRequest(first, options=options)])[0].chunk
         header = _header(row, frames.label, self.told, chunk)
         return _Opened(contender, ResultsStore(self.out / folder / row.slug, header))
 

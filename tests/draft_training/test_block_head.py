@@ -15,7 +15,7 @@ from deft_draft_training.heads.export import load_fitted
 from deft_draft_training.heads.fit import HeadFitConfig, HeadKind, RecordedSamples, build_head
 from deft_draft_training.heads.samples import EpisodeSource
 from deft_draft_training.heads.states import StatesRecorder, collate_blocks
-from deft_policies.base import ActRequest
+from deft_policies.base import PolicyRequest
 from deft_policies.checkpoint.drafts import load_block, save_block
 from deft_policies.errors import CheckpointError
 from deft_policies.families.loading import load_policy
@@ -55,7 +55,7 @@ def test_recorded_states_are_those_of_the_whole_sequence_at_once(demos: Path) ->
     width = target.width
     torch.testing.assert_close(sample.states[:, width:], known.hidden, rtol=1e-4, atol=1e-4)
 
-    model = target.policy.token_model
+    model = target.policy.model
     decoder = model.target.decoder
     seen: list[torch.Tensor] = []
     hook = decoder.layers[1].register_forward_pre_hook(lambda _, given: seen.append(given[0]))
@@ -133,14 +133,16 @@ def test_a_head_is_recorded_fitted_judged_exported_and_served(
 
     target = tiny_target()
     fitted = load_fitted(Path(run), target)
-    loaded = load_block(Path(out), target.policy.token_model.target.decoder.sizes, target.weight)
+    loaded = load_block(Path(out), target.policy.model.target.decoder.sizes, target.weight)
     for name, weight in fitted.state_dict().items():
         assert torch.equal(weight, loaded.state_dict()[name]), name
 
     policy = served(Path(out))
     for frame in observations(demos)[:4]:
         plain, drafted = (
-            policy.act([ActRequest(frame, options=ActOptions(decoding=name, want_trace=True))])[0]
+            policy.act([PolicyRequest(frame, options=ActOptions(decoding=name, want_trace=True))])[
+                0
+            ]
             for name in ("autoregressive", "block")
         )
         assert plain.chunk.trace is not None

@@ -10,7 +10,7 @@ import pytest
 
 from deft_core.datasets.lerobot_export import write_lerobot
 from deft_core.types import ActionChunk, Observation
-from deft_policies.base import ActAnswer, ActRequest
+from deft_policies.base import PolicyAnswer, PolicyRequest
 from deft_policies.constant import ConstantPolicy
 from deft_server.app import create_app
 from tests.core.datasets.test_lerobot import episodes
@@ -29,11 +29,11 @@ class Watching(ConstantPolicy):
         super().__init__()
         self.seen: list[Observation] = []
 
-    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
+    def act(self, batch: Sequence[PolicyRequest]) -> list[PolicyAnswer]:
         self.seen += [one.observation for one in batch]
         means = [one.observation.image.mean() / 255 for one in batch]
         chunks = [ActionChunk(np.full((1, 7), mean)) for mean in means]
-        return [ActAnswer(chunk, one.memory) for chunk, one in zip(chunks, batch, strict=True)]
+        return [PolicyAnswer(chunk, one.memory) for chunk, one in zip(chunks, batch, strict=True)]
 
 
 @pytest.mark.timeout(600)  # installing takes a minute or two, once

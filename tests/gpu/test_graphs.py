@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deft_core.types import ActOptions, Observation
-from deft_policies.base import ActRequest
+from deft_policies.base import PolicyRequest
 from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
@@ -28,15 +28,15 @@ EAGER = ModelOptions(
 RECORDED = replace(EAGER, has_graphs=True)
 
 
-def requests_of(policy: VlaPolicy, count: int, decoding: str) -> list[ActRequest]:
+def requests_of(policy: VlaPolicy, count: int, decoding: str) -> list[PolicyRequest]:
     options = ActOptions(decoding=decoding)
     return [
-        ActRequest(Observation(case.image(), case.instruction), options=options)
+        PolicyRequest(Observation(case.image(), case.instruction), options=options)
         for case in golden.cases_with_image()[:count]
     ]
 
 
-def tokens_of(policy: VlaPolicy, requests: Sequence[ActRequest]) -> list[tuple[int, ...]]:
+def tokens_of(policy: VlaPolicy, requests: Sequence[PolicyRequest]) -> list[tuple[int, ...]]:
     chunks = [answer.chunk for answer in policy.act(list(requests))]
     return [chunk.trace.tokens for chunk in chunks if chunk.trace is not None]
 
@@ -73,7 +73,7 @@ def test_a_session_of_many_prompt_lengths_records_few_passes() -> None:
     frame = np.zeros((224, 224, 3), np.uint8)
     for words in range(1, 12):
         observation = Observation(frame, "put the bowl on the plate " * words)
-        chunk = policy.act([ActRequest(observation)])[0].chunk
+        chunk = policy.act([PolicyRequest(observation)])[0].chunk
         assert np.isfinite(chunk.actions).all()
 
 

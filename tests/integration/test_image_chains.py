@@ -8,7 +8,7 @@ import pytest
 from deft_core.image_chain import ImageChain
 from deft_core.recordings import EpisodeHeader, RecordedStep, encode_end, encode_header, encode_step
 from deft_core.types import ActionChunk, ActOptions, Observation
-from deft_policies.base import ActRequest, Verdict
+from deft_policies.base import PolicyRequest, Verdict
 from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
 from deft_policies.memory import SessionMemory
@@ -33,7 +33,7 @@ def demonstrate(folder: Path, chain: ImageChain) -> Path:
         seen = Observation(np.roll(picture, 5 * index, axis=1), "pick up the butter")
         chunk = ActionChunk(np.zeros((1, 7)))
         if index % EVERY == 0:  # the others are not looked at
-            (answer,) = policy.act([ActRequest(seen, SessionMemory(), ActOptions())])
+            (answer,) = policy.act([PolicyRequest(seen, SessionMemory(), ActOptions())])
             chunk = ActionChunk(answer.chunk.actions)
         parts.append(encode_step(RecordedStep(index, 0.1 * index, seen, ActOptions(), chunk)))
     folder.mkdir()

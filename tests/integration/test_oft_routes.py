@@ -22,8 +22,8 @@ from deft_core.wire.codec import decode_answer, encode_request
 from deft_core.wire.formats import WireFormat
 from deft_core.wire.messages import ActMessage
 from deft_policies.families.loading import load_policy
+from deft_policies.families.oft.policy import OftPolicy
 from deft_policies.families.options import ModelOptions
-from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.formats import Precision
 from deft_server.app import create_app
 from deft_server.compat.act_route import REASON_HEADER
@@ -47,7 +47,7 @@ Fields = dict[str, object]
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> VlaPolicy:
+def policy(tmp_path_factory: pytest.TempPathFactory) -> OftPolicy:
     directory = CASE.variant.write(tmp_path_factory.mktemp("oft") / "checkpoint")
     return load_policy(
         ModelOptions(
@@ -63,7 +63,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> VlaPolicy:
 
 
 @pytest.fixture(scope="module")
-def client(policy: VlaPolicy) -> Iterator[TestClient]:
+def client(policy: OftPolicy) -> Iterator[TestClient]:
     settings = Settings(profile="oft", range="peer")
     with client_of(create_app(policy, settings)) as client:
         yield client
@@ -181,7 +181,7 @@ def test_vla_eval_is_asked_for_wrist_and_state_and_gets_every_action(client: Tes
     np.testing.assert_allclose(np.array(actions), expected, rtol=0, atol=TOLERANCE)
 
 
-def test_answers_beyond_the_statistics_are_clamped_and_say_so(policy: VlaPolicy) -> None:
+def test_answers_beyond_the_statistics_are_clamped_and_say_so(policy: OftPolicy) -> None:
     limits = policy.action_limits(None)
     clamped = [np.clip(case.actions, limits.low, limits.high) for case in CASES]
     exceeding = [

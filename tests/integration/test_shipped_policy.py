@@ -11,7 +11,7 @@ from deft_client import DeftError, Observation, PolicyClient
 from deft_core.recordings import EpisodeHeader, RecordedStep, encode_end, encode_header, encode_step
 from deft_core.types import ActOptions
 from deft_policies import tiny_libero
-from deft_policies.base import ActAnswer, ActRequest, Policy
+from deft_policies.base import Policy, PolicyAnswer, PolicyRequest
 from deft_policies.benchmark.replay import ReplayFrame, generate_frames, with_statistics_key
 from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
@@ -39,7 +39,7 @@ def policy() -> Policy:
 def test_rounds_of_one_row_leave_the_other_row_as_it_is(policy):
     (shown,) = with_statistics_key(generate_frames(1), policy)
     batch = [
-        ActRequest(
+        PolicyRequest(
             shown.observation, options=ActOptions(statistics_key="libero_object", decoding=one)
         )
         for one in ("autoregressive", "lossless")
@@ -62,7 +62,7 @@ def test_three_robots_on_one_service_are_answered_as_each_alone(policy):
         memory = SessionMemory()
         for one in shown[turn:]:
             asked = ActOptions(statistics_key=one.statistics_key)
-            (answer,) = policy.act([ActRequest(one.observation, memory, asked)])
+            (answer,) = policy.act([PolicyRequest(one.observation, memory, asked)])
             alone.append(answer.chunk.actions.tobytes())
             memory = answer.memory
     served = asyncio.run(served_actions(policy, [shown[turn:] for turn in range(3)]))
@@ -93,10 +93,10 @@ def test_two_replicas_answer_to_the_bit_as_one_thread_does(policy):
     memories = [SessionMemory(), SessionMemory()]
     for step, shown in enumerate(with_statistics_key(generate_frames(8), policy)):
         options = ActOptions(statistics_key=shown.statistics_key)
-        requests = [ActRequest(shown.observation, one, options) for one in memories]
+        requests = [PolicyRequest(shown.observation, one, options) for one in memories]
         (here,) = policy.act(requests[:1])
         (there,) = travelled(replicas[step % 2], requests[1])
-        assert isinstance(there, ActAnswer)
+        assert isinstance(there, PolicyAnswer)
         assert there.chunk.actions.tobytes() == here.chunk.actions.tobytes()
         memories = [here.memory, there.memory]
         assert memories[0].own == memories[1].own
@@ -134,7 +134,7 @@ def test_a_recorded_run_of_relaxed_methods_is_replayed_to_the_bit(tmp_path: Path
         case = cases[(index + 1) // 2 % len(cases)]
         seen = Observation(case.image(), case.instruction)
         asked = ActOptions(session_id="arm", decoding=methods[index % len(methods)])
-        (answer,) = policy.act([ActRequest(seen, memory, replace(asked, want_trace=True))])
+        (answer,) = policy.act([PolicyRequest(seen, memory, replace(asked, want_trace=True))])
         memory, chunk = answer.memory, answer.chunk
         assert chunk.trace is not None
         relaxed += chunk.trace.relaxed_share

@@ -15,7 +15,7 @@ import torch
 
 from deft_core.types import ActOptions, Observation
 from deft_policies import tiny_libero
-from deft_policies.base import ActRequest
+from deft_policies.base import PolicyRequest
 from deft_policies.commands.act import load_image
 from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
@@ -57,7 +57,7 @@ def play(method: str) -> tuple[int, float]:
     for observation in observations():
         options = ActOptions(decoding=method, want_trace=True)
         start_s = time.thread_time()
-        (answer,) = policy().act([ActRequest(observation, memory, options)])
+        (answer,) = policy().act([PolicyRequest(observation, memory, options)])
         spent_s = time.thread_time() - start_s
         memory, trace = answer.memory, answer.chunk.trace
         assert trace is not None
@@ -69,7 +69,7 @@ def play(method: str) -> tuple[int, float]:
 def measured() -> Iterator[tuple[str, dict[str, float]]]:
     """By method, after one frame that is not counted."""
     torch.set_num_threads(1)
-    policy().act([ActRequest(observations()[0], SessionMemory(), ActOptions())])
+    policy().act([PolicyRequest(observations()[0], SessionMemory(), ActOptions())])
     for method in methods():
         num_passes, pass_ms = play(method)
         yield method, {"passes": num_passes, "pass_ms": round(pass_ms, 1)}

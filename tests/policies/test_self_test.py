@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from deft_core.types import ActionChunk
-from deft_policies.base import ActAnswer, ActionLimits, ActRequest
+from deft_policies.base import ActionLimits, PolicyAnswer, PolicyRequest
 from deft_policies.constant import ConstantPolicy
 from deft_policies.errors import PolicyError
 from deft_policies.self_test import self_test
@@ -15,16 +15,16 @@ from deft_policies.self_test import self_test
 LIMITS = ActionLimits(np.full(7, -1.0), np.full(7, 1.0))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Saying(ConstantPolicy):
     """Answers with one value after the other, the last one for ever."""
 
     values: Iterator[float] = field(default_factory=lambda: iter(()))
     last: float = 0.5
 
-    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
+    def act(self, batch: Sequence[PolicyRequest]) -> list[PolicyAnswer]:
         return [
-            ActAnswer(ActionChunk(np.full((1, 7), next(self.values, self.last)))) for _ in batch
+            PolicyAnswer(ActionChunk(np.full((1, 7), next(self.values, self.last)))) for _ in batch
         ]
 
 

@@ -10,7 +10,7 @@ import torch
 from deft_core.types import ActOptions, Observation
 from deft_policies import catalog
 from deft_policies import tiny_libero as bundle
-from deft_policies.base import ActRequest
+from deft_policies.base import PolicyRequest
 from deft_policies.commands.act import load_image
 from deft_policies.errors import PolicyError
 from deft_policies.families.loading import load_policy
@@ -50,7 +50,7 @@ def play(
     for case in (thinking_cases() if aloud else cases())[:most]:
         observation = Observation(load_image(GOLDEN / str(case["image"])), str(case["instruction"]))
         options = ActOptions(decoding=decoding, want_trace=True, want_reasoning=aloud)
-        (answer,) = policy(precision).act([ActRequest(observation, memory, options)])
+        (answer,) = policy(precision).act([PolicyRequest(observation, memory, options)])
         memory, trace = answer.memory, answer.chunk.trace
         assert trace is not None
         answers.append((tuple(trace.tokens), trace.num_passes))
@@ -88,7 +88,7 @@ def test_thoughts_of_tiny_libero_are_drafted_from_the_last_ones_and_stay_the_sam
 
 def words(tokens: tuple[int, ...]) -> list[int]:
     """The text of an answer, without the action at its end."""
-    actions = policy().token_model.target.action_tokens
+    actions = policy().model.target.action_tokens
     return [token for token in tokens if not actions.first <= token <= actions.last]
 
 
@@ -99,7 +99,7 @@ def test_words_are_exact_under_spec_vlas_rule_on_raw_ids():
     texts = []
     for decoding in ("autoregressive", "spec-vla"):
         options = ActOptions(decoding=decoding, want_trace=True, want_reasoning=True)
-        (answer,) = policy().act([ActRequest(observation, options=options)])
+        (answer,) = policy().act([PolicyRequest(observation, options=options)])
         texts.append(words(answer.chunk.trace.tokens))
     assert texts[0] == texts[1]
 
@@ -111,7 +111,7 @@ def test_text_on_writes_other_words_in_fewer_passes_and_still_acts():
     )
     assert any(words(a) != words(b) for (a, _), (b, _) in zip(exact, relaxed, strict=True))
     assert sum(passes for _, passes in relaxed) < sum(passes for _, passes in exact)
-    actions = policy().token_model.target.action_tokens
+    actions = policy().model.target.action_tokens
     for tokens, _ in relaxed:
         assert all(actions.first <= token <= actions.last for token in tokens[-8:-1])
 

@@ -8,7 +8,7 @@ import torch
 
 from deft_core.image_chain import ImageChain
 from deft_core.types import ActOptions, DecodeTrace, Observation
-from deft_policies.base import ActRequest
+from deft_policies.base import PolicyRequest
 from deft_policies.benchmark.replay import Contender, ReplayFrame, replay
 from deft_policies.families.openvla import OpenVLA, VlaTarget
 from deft_policies.families.options import ModelOptions
@@ -114,7 +114,7 @@ def test_scripts_that_share_an_engine_answer_mixed_batches_as_they_do_alone() ->
     expected = {"plain": 7, "all right": 1, "all wrong": 7, "a head that is right": 2}
     for first in range(len(scripts)):
         batch = [
-            ActRequest(frame.observation, options=ActOptions(decoding=scripts[number % 5].name))
+            PolicyRequest(frame.observation, options=ActOptions(decoding=scripts[number % 5].name))
             for number, frame in enumerate(frames, first)
         ]
         for request, answer in zip(batch, shared.act(batch), strict=True):
@@ -142,7 +142,9 @@ def test_drafts_reach_to_the_end_of_an_answer_of_any_length() -> None:
     policy, frames = make_policy(20), make_frames(1)
     answers = find_answers(policy, frames)
     script = Script("all right", 1.0, num_chains=1)
-    answer = ScriptedPolicy(policy, [script], answers).act([ActRequest(frames[0].observation)])[0]
+    answer = ScriptedPolicy(policy, [script], answers).act([PolicyRequest(frames[0].observation)])[
+        0
+    ]
     assert answer.chunk.trace is not None
     assert answer.chunk.trace.tokens == answers[id(frames[0].observation)]
     assert answer.chunk.trace.num_passes == 1

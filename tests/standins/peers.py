@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deft_core.types import ActionChunk, ActOptions, Observation, ServerInfo
-from deft_policies.base import ActAnswer, ActRequest
+from deft_policies.base import OneCallPolicy, PolicyAnswer, PolicyRequest
 from deft_policies.constant import ConstantPolicy
 from deft_policies.errors import UnknownStatisticsKeyError
 from deft_server.app import DeftApp, create_app
@@ -22,7 +22,7 @@ KEYS = ("libero_spatial", "lab_arm_no_noops", "bridge")
 
 
 @dataclass(eq=False)
-class ThreeDatasets:
+class ThreeDatasets(OneCallPolicy):
     """Answers with the action of the data set asked for; fails on the instruction `fail`."""
 
     actions: dict[str, NDArray[np.float64]] = field(
@@ -52,11 +52,11 @@ class ThreeDatasets:
     def warm_up(self) -> None:
         """Nothing to warm."""
 
-    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
+    def act(self, batch: Sequence[PolicyRequest]) -> list[PolicyAnswer]:
         self.num_sessions += sum(one.memory.num_steps == 0 for one in batch)
-        return [ActAnswer(self._answer(one), counted(one.memory)) for one in batch]
+        return [PolicyAnswer(self._answer(one), counted(one.memory)) for one in batch]
 
-    def _answer(self, request: ActRequest) -> ActionChunk:
+    def _answer(self, request: PolicyRequest) -> ActionChunk:
         if self.gate is not None:
             self.gate.wait(60)
         if request.observation.instruction == "fail":

@@ -14,7 +14,14 @@ from deft_core.types import ActionChunk, ActOptions, Observation, ServerInfo
 from deft_core.wire import codec
 from deft_core.wire.formats import WireFormat
 from deft_core.wire.messages import ActMessage
-from deft_policies.base import ActAnswer, ActionLimits, ActRequest, Policy, Running
+from deft_policies.base import (
+    ActionLimits,
+    OneCallPolicy,
+    Policy,
+    PolicyAnswer,
+    PolicyRequest,
+    Running,
+)
 from deft_policies.constant import ConstantPolicy
 from deft_policies.errors import CheckpointError, DeviceError, NoActionError, RequestError
 from deft_policies.memory import SessionMemory
@@ -40,13 +47,13 @@ def counted(memory: SessionMemory) -> SessionMemory:
 
 
 @dataclass(eq=False)
-class FakePolicy:
+class FakePolicy(OneCallPolicy):
     """Answers with the session's frame count, so that a test can see whose memory was used.
 
     Remembers every batch.
     """
 
-    batches: list[list[ActRequest]] = field(default_factory=list)
+    batches: list[list[PolicyRequest]] = field(default_factory=list)
 
     @property
     def info(self) -> ServerInfo:
@@ -58,11 +65,11 @@ class FakePolicy:
     def warm_up(self) -> None:
         """Nothing to warm."""
 
-    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
+    def act(self, batch: Sequence[PolicyRequest]) -> list[PolicyAnswer]:
         self.batches.append(list(batch))
-        return [ActAnswer(self.answer(request), counted(request.memory)) for request in batch]
+        return [PolicyAnswer(self.answer(request), counted(request.memory)) for request in batch]
 
-    def answer(self, request: ActRequest) -> ActionChunk:
+    def answer(self, request: PolicyRequest) -> ActionChunk:
         return ActionChunk(np.full((1, 7), float(counted(request.memory).num_steps)))
 
     @property
@@ -76,11 +83,11 @@ class EchoPolicy(FakePolicy):
 
     takes_s: float = 0.0  # for a batch
 
-    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
+    def act(self, batch: Sequence[PolicyRequest]) -> list[PolicyAnswer]:
         time.sleep(self.takes_s)
         return super().act(batch)
 
-    def answer(self, request: ActRequest) -> ActionChunk:
+    def answer(self, request: PolicyRequest) -> ActionChunk:
         return ActionChunk(np.full((1, 7), float(request.observation.image[0, 0, 0])))
 
 
@@ -88,17 +95,17 @@ class EchoPolicy(FakePolicy):
 class ThinkingPolicy(FakePolicy):
     """Writes the instruction before it acts; when told to "ponder", it writes and does nothing."""
 
-    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
+    def act(self, batch: Sequence[PolicyRequest]) -> list[PolicyAnswer]:
         answers = super().act(batch)
         for index, request in enumerate(batch):
             if request.observation.instruction == "ponder":
                 error = NoActionError("0 action tokens before the stop token, 7 are needed")
                 error.reasoning = " why? <b>"
                 nothing = ActionChunk(np.empty((0, 7)), reasoning=error.reasoning)
-                answers[index] = ActAnswer(nothing, answers[index].memory, error)
+                answers[index] = PolicyAnswer(nothing, answers[index].memory, error)
         return answers
 
-    def answer(self, request: ActRequest) -> ActionChunk:
+    def answer(self, request: PolicyRequest) -> ActionChunk:
         text = f" {request.observation.instruction} ACTION: x"
         asked = text if request.options.want_reasoning else None
         return replace(super().answer(request), reasoning=asked)
@@ -111,7 +118,7 @@ class GatedPolicy(FakePolicy):
     entered: threading.Event = field(default_factory=threading.Event)
     gate: threading.Event = field(default_factory=threading.Event)
 
-    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
+    def act(self, batch: Sequence[PolicyRequest]) -> list[PolicyAnswer]:
         self.entered.set()
         assert self.gate.wait(PATIENCE_S), "the test never opened the gate"
         return super().act(batch)
@@ -123,7 +130,7 @@ class FileGatedPolicy(FakePolicy):
 
     gate: str = ""
 
-    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
+    def act(self, batch: Sequence[PolicyRequest]) -> list[PolicyAnswer]:
         until_s = time.monotonic() + PATIENCE_S
         while not os.path.exists(self.gate) and time.monotonic() < until_s:
             time.sleep(0.005)
@@ -134,9 +141,9 @@ class FileGatedPolicy(FakePolicy):
 class RaisingPolicy(FakePolicy):
     """Raises while `error` says so."""
 
-    error: Callable[[Sequence[ActRequest]], Exception | None] = lambda _: None
+    error: Callable[[Sequence[PolicyRequest]], Exception | None] = lambda _: None
 
-    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
+    def act(self, batch: Sequence[PolicyRequest]) -> list[PolicyAnswer]:
         error = self.error(batch)
         if error is not None:
             self.batches.append(list(batch))
@@ -144,7 +151,8 @@ class RaisingPolicy(FakePolicy):
         return super().act(batch)
 
 
-Rule = Callable[[Sequence[ActRequest]], Exception | None]  # what to raise for a batch, if anything
+# What to raise for a batch, if anything.
+Rule = Callable[[Sequence[PolicyRequest]], Exception | None]
 
 
 def fails_times(count: int, error: Exception) -> Rule:
@@ -156,7 +164,7 @@ def fails_times(count: int, error: Exception) -> Rule:
 def out_of_memory_above(size: int) -> Rule:
     """Return a rule that raises for batches above a size, as a small GPU would."""
 
-    def rule(batch: Sequence[ActRequest]) -> Exception | None:
+    def rule(batch: Sequence[PolicyRequest]) -> Exception | None:
         return DeviceError("CUDA out of memory (simulated)") if len(batch) > size else None
 
     return rule
@@ -164,7 +172,7 @@ def out_of_memory_above(size: int) -> Rule:
 
 def dislikes(
     instruction: str, error: Exception
-) -> Callable[[Sequence[ActRequest]], Exception | None]:
+) -> Callable[[Sequence[PolicyRequest]], Exception | None]:
     """Return a rule that raises for any batch with this instruction in it."""
     return lambda batch: (
         error if any(one.observation.instruction == instruction for one in batch) else None
@@ -179,7 +187,7 @@ class LimitedFake(FakePolicy):
     may_exceed: bool = False
     limit: float = 1.0
 
-    def answer(self, request: ActRequest) -> ActionChunk:
+    def answer(self, request: PolicyRequest) -> ActionChunk:
         return ActionChunk(self.next_actions)
 
     def action_limits(self, statistics_key: str | None) -> ActionLimits:
@@ -191,7 +199,7 @@ class LimitedFake(FakePolicy):
 class PickyPolicy(FakePolicy):
     """Refuses a frame in `act`, which it should have refused in `check`."""
 
-    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
+    def act(self, batch: Sequence[PolicyRequest]) -> list[PolicyAnswer]:
         _refuse(batch)
         return super().act(batch)
 
@@ -203,16 +211,17 @@ class SteppedFake(FakePolicy):
     With a `turnstile` a round begins when the test lets it. `error` may end a round.
     """
 
+    joins_midway = True
     rounds: list[list[str]] = field(default_factory=list)
     turnstile: threading.Semaphore | None = None
     error: Callable[[list[str]], Exception | None] = lambda _: None
     left: dict[Running, int] = field(default_factory=dict)
 
-    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
+    def act(self, batch: Sequence[PolicyRequest]) -> list[PolicyAnswer]:
         _refuse(batch)
         return super().act(batch)
 
-    def start(self, batch: Sequence[ActRequest]) -> list[Running]:
+    def start(self, batch: Sequence[PolicyRequest]) -> list[Running]:
         _refuse(batch)
         started = [Running(one) for one in batch]
         self.left.update((one, int(_name_of(one).split()[0])) for one in started)
@@ -232,7 +241,7 @@ class SteppedFake(FakePolicy):
         ended = [one for one, left in self.left.items() if not left]
         for one in ended:
             del self.left[one]
-            one.answer = ActAnswer(self.answer(one.request), counted(one.request.memory))
+            one.answer = PolicyAnswer(self.answer(one.request), counted(one.request.memory))
         return ended
 
     def cancel(self, running: Running) -> None:
@@ -253,7 +262,7 @@ class RowByRowPolicy(SteppedFake):
                 one.request.on_actions(self.rows(one, self.left.get(one, 0)))
         for one in ended:
             error = NoActionError("57 numbers") if "problem" in _name_of(one) else None
-            one.answer = ActAnswer(ActionChunk(self.rows(one, 0)), error=error)
+            one.answer = PolicyAnswer(ActionChunk(self.rows(one, 0)), error=error)
         return ended
 
     def rows(self, running: Running, left: int) -> NDArray[np.float64]:
@@ -261,7 +270,7 @@ class RowByRowPolicy(SteppedFake):
         return np.repeat(np.arange(num_rows, dtype=np.float64)[:, None], 7, axis=1)
 
 
-def _refuse(batch: Sequence[ActRequest]) -> None:
+def _refuse(batch: Sequence[PolicyRequest]) -> None:
     if any(one.observation.instruction == "refuse" for one in batch):
         raise RequestError("instruction", "cannot be read after all")
 
@@ -276,12 +285,12 @@ def _name_of(running: Running) -> str:
 class ObedientPolicy(FakePolicy):
     """Answers with a sum over the frame and the number of the session's step."""
 
-    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
+    def act(self, batch: Sequence[PolicyRequest]) -> list[PolicyAnswer]:
         for request in batch:
             obey(request.observation.instruction)
-        return [ActAnswer(self.answer(one), counted(one.memory)) for one in batch]
+        return [PolicyAnswer(self.answer(one), counted(one.memory)) for one in batch]
 
-    def answer(self, request: ActRequest) -> ActionChunk:
+    def answer(self, request: PolicyRequest) -> ActionChunk:
         observation = request.observation
         pictures = [observation.image, *observation.cameras.values()]
         action = np.zeros((1, 7))

@@ -7,7 +7,7 @@ import numpy as np
 
 from deft_core.reasoning import find_parts
 from deft_core.types import ActionChunk, DecodeTrace, PassTrace
-from deft_policies.base import ActAnswer, ActRequest
+from deft_policies.base import PolicyAnswer, PolicyRequest
 from deft_policies.errors import NoActionError
 from tests.server.dashboard.talkative import TalkativePolicy
 from tests.standins.policies import counted
@@ -23,10 +23,10 @@ class ThinkingPolicy(TalkativePolicy):
         super().__init__()
         self._texts = texts
 
-    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
+    def act(self, batch: Sequence[PolicyRequest]) -> list[PolicyAnswer]:
         return [self._think(one) for one in batch]
 
-    def _think(self, request: ActRequest) -> ActAnswer:
+    def _think(self, request: PolicyRequest) -> PolicyAnswer:
         memory = counted(request.memory)
         text = self._texts[(memory.num_steps - 1) % len(self._texts)]
         asked = request.options
@@ -37,10 +37,10 @@ class ThinkingPolicy(TalkativePolicy):
             reasoning=text if asked.want_reasoning else None,
         )
         if "ACTION:" in text:
-            return ActAnswer(chunk, memory)
+            return PolicyAnswer(chunk, memory)
         error = NoActionError("0 action tokens before the stop token, 7 are needed")
         error.reasoning = text
-        return ActAnswer(ActionChunk(np.empty((0, 7))), memory, error)
+        return PolicyAnswer(ActionChunk(np.empty((0, 7))), memory, error)
 
     def _traced(self, text: str) -> DecodeTrace:
         edges = [stop // CHARS for _, _, stop in find_parts(text)]

@@ -24,7 +24,7 @@ from deft_client.actions import Action, ActionRules
 from deft_client.control_loop import ControlLoop, LoopSettings
 from deft_client.stream import StreamClient
 from deft_core.types import ActionChunk, ActOptions, Observation
-from deft_policies.base import ActAnswer, ActRequest
+from deft_policies.base import PolicyAnswer, PolicyRequest
 from deft_policies.constant import ConstantPolicy
 
 DEADLINE_MS = 500.0
@@ -46,9 +46,11 @@ OLDEST_S = MAX_FRAME_AGE_S + DEADLINE_MS / 1000 + (CHUNK + 2) * PERIOD_S
 class NumberingPolicy(ConstantPolicy):
     """Answers frame n with motions that need limits, and 8 n, 8 n + 1 ... for the last number."""
 
-    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
+    def act(self, batch: Sequence[PolicyRequest]) -> list[PolicyAnswer]:
         """Read n from the instruction."""
-        return [ActAnswer(ActionChunk(self._chunk(one.observation)), one.memory) for one in batch]
+        return [
+            PolicyAnswer(ActionChunk(self._chunk(one.observation)), one.memory) for one in batch
+        ]
 
     def _chunk(self, observation: Observation) -> Action:
         actions = np.full((CHUNK, 7), 0.5)

@@ -87,7 +87,7 @@ def evaluate(
         method = _method(policy, radius).with_drafts(setup.drafts)
         if setup.shape is not None:
             method = method.with_shape(setup.shape)
-        engine = Engine(policy.token_model.target, setup.models)
+        engine = Engine(policy.model.target, setup.models)
         traces = (
             trace for episode in held_out for trace in _decode(policy, engine, method, episode)
         )
@@ -128,7 +128,7 @@ def held_out_frames(
 
 def _method(policy: VlaPolicy, radius: int) -> Method:
     """Drafts within a radius; exact ones where tokens have no distances."""
-    spec = policy.token_model.specs[policy.find_key(None)]
+    spec = policy.model.specs[policy.find_key(None)]
     if spec.space is not None and not spec.numbers_in_row:
         return find_method("within-bins").with_radius(radius)
     if radius:
@@ -141,7 +141,7 @@ def _decode(
     policy: VlaPolicy, engine: Engine, method: Method, frames: Sequence[Observation]
 ) -> Iterator[DecodeTrace]:
     """One episode in order, with the memory that a session would keep."""
-    model, memory = policy.token_model, SessionMemory()
+    model, memory = policy.model, SessionMemory()
     spec = model.specs[policy.find_key(None)]
     for frame in frames:
         clock, row = StageClock(model.device), Answer(method, spec, memory)

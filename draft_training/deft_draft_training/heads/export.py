@@ -62,7 +62,7 @@ def load_any_head(directory: Path, target: FeatureTarget) -> DraftHead:
         like = target.weight
         return load_fitted(directory, target).to(like.device, like.dtype)
     try:
-        sizes = target.policy.token_model.target.decoder.sizes
+        sizes = target.policy.model.target.decoder.sizes
         return _exported(directory, sizes, target.weight)
     except PolicyError as error:
         raise DataError(str(error)) from error
@@ -126,7 +126,7 @@ def run(given: Namespace) -> int:
         target = load_target(given)
     head = load_fitted(given.run, target)
     dtype = torch.float32 if given.float32 else torch.bfloat16
-    sizes = target.policy.token_model.target.decoder.sizes
+    sizes = target.policy.model.target.decoder.sizes
     export_head(head, given.out, dtype, HeadLayout[given.layout.upper()], sizes)
     size = sum(path.stat().st_size for path in given.out.iterdir())
     sys.stdout.write(

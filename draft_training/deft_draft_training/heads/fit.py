@@ -262,7 +262,7 @@ def build_head(
 
 def _build_block(config: HeadFitConfig, target: FeatureTarget, layers: Sequence[int]) -> BlockHead:
     """Places begin as nothing, and the Markov head says nothing yet."""
-    block, llm = config.block, target.policy.token_model.target.decoder.sizes
+    block, llm = config.block, target.policy.model.target.decoder.sizes
     every = TokenRange(0, llm.vocabulary - 1)
     head = BlockHead(
         block_sizes(

@@ -23,7 +23,6 @@ from deft_policies.decoding.planner import DraftModels
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.target import Prompt, Target
 from deft_policies.errors import PolicyError
-from deft_policies.families.model import TokenModel
 from deft_policies.families.policy import VlaPolicy
 
 
@@ -75,8 +74,6 @@ class StatesRecorder:
 
     def __init__(self, policy: VlaPolicy, layers: Sequence[int], reasoning: bool = False) -> None:
         model = policy.model_for(ActOptions(want_reasoning=reasoning))
-        if not isinstance(model, TokenModel):
-            raise ConfigError(f"{model.family} answers in one pass: there is nothing to draft")
         self._policy, self._model, self._source = policy, model, _Recorder()
         target: Target = model.target
         try:

@@ -12,9 +12,9 @@ from deft_core.types import ActOptions, Observation
 from deft_draft_training.errors import ConfigError
 from deft_draft_training.heads.samples import HeadSample
 from deft_policies import catalog
-from deft_policies.base import ActRequest
+from deft_policies.base import PolicyRequest
 from deft_policies.errors import PolicyError
-from deft_policies.families.loading import load_policy
+from deft_policies.families.loading import load_token_policy
 from deft_policies.families.openvla import OpenVLA
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
@@ -37,23 +37,23 @@ class FeatureTarget:
     @property
     def actions(self) -> TokenRange:
         """Token ids that stand for bins."""
-        return self.policy.token_model.target.action_tokens
+        return self.policy.model.target.action_tokens
 
     @property
     def table(self) -> Tensor:
         """The embedding of every token, [token, width]."""
-        return self.policy.token_model.target.decoder.embedding.weight.detach()
+        return self.policy.model.target.decoder.embedding.weight.detach()
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Input embeddings of tokens, [..., width]."""
         with torch.no_grad():
-            return self.policy.token_model.target.embed(tokens)
+            return self.policy.model.target.embed(tokens)
 
     @property
     def weight(self) -> Tensor:
         """Rows of the target's head for the action tokens, [token, width]."""
         rows = slice(self.actions.first, self.actions.last + 1)
-        return self.policy.token_model.target.decoder.head.weight.detach()[rows]
+        return self.policy.model.target.decoder.head.weight.detach()[rows]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of the action tokens; gradients reach `hidden`, never the head."""
@@ -61,13 +61,13 @@ class FeatureTarget:
 
     def every_logit(self, hidden: Tensor) -> Tensor:
         """Logits of the whole vocabulary, what `spec-vla` drafts from."""
-        weight = self.policy.token_model.target.decoder.head.weight.detach()
+        weight = self.policy.model.target.decoder.head.weight.detach()
         return hidden.to(weight.dtype) @ weight.T
 
     @property
     def _openvla(self) -> OpenVLA:
         """Heads learn from models of one picture before the prompt."""
-        model = self.policy.token_model
+        model = self.policy.model
         if not isinstance(model, OpenVLA):
             raise PolicyError(f"draft heads are trained for openvla and ecot, not {model.family}")
         return model
@@ -80,7 +80,7 @@ class FeatureTarget:
         self, observations: Sequence[Observation], episodes: Sequence[int], dtype: torch.dtype
     ) -> list[HeadSample]:
         """Let the target answer, then read its features over prompt and answer in one forward."""
-        requests = [ActRequest(one, options=_AUTOREGRESSIVE) for one in observations]
+        requests = [PolicyRequest(one, options=_AUTOREGRESSIVE) for one in observations]
         traces = [answer.chunk.trace for answer in self.policy.act(requests)]
         tokens = [torch.tensor(trace.tokens) for trace in traces if trace is not None]
         parts = self._openvla
@@ -120,6 +120,6 @@ def load_target(given: argparse.Namespace) -> FeatureTarget:
             raise ConfigError(f"{given.policy} has no model that a draft head could learn from")
         # Training has work for every core, whatever answering would take.
         threads = options.num_threads or torch.get_num_threads()
-        return FeatureTarget(load_policy(replace(options, num_threads=threads)))
+        return FeatureTarget(load_token_policy(replace(options, num_threads=threads)))
     except PolicyError as error:
         raise ConfigError(str(error)) from error

@@ -18,7 +18,6 @@ from deft_core.types import ActOptions
 from deft_policies.benchmark.replay import MeasuredAnswer, Replay, ReplayFrame
 from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.sampling import first_maximum, top_gap
-from deft_policies.families.model import TokenModel
 from deft_policies.families.policy import VlaPolicy
 
 # bfloat16 keeps 8 bits of every number. Two logits are told apart when they differ by more than
@@ -86,7 +85,6 @@ def audit(
     num_tokens = num_outside = 0
     options = asked or ActOptions()
     model = reference.model_for(options)
-    assert isinstance(model, TokenModel)
     actions = model.target.action_tokens
     is_text = any(spec.stop is not None for spec in model.specs.values())
     for number, frame in enumerate(frames):
@@ -118,7 +116,7 @@ def check_equal(run: Replay, plain: Replay, frames: Sequence[ReplayFrame]) -> Eq
     """Compare the answers of one policy to the same frames, in the format it serves."""
     policy = run.contender.policy
     assert isinstance(policy, VlaPolicy)
-    target = policy.token_model.target
+    target = policy.model.target
     partings: list[Flip] = []
     for number, frame in enumerate(frames):
         wanted, found = (_tokens(one.answers[number]) for one in (plain, run))
@@ -195,7 +193,6 @@ def _logits(
 ) -> list[Tensor]:
     """Plain decoding's logits [vocabulary], position by position, along given tokens or its own."""
     model = policy.model_for(options)
-    assert isinstance(model, TokenModel)
     with torch.inference_mode():
         (prompt,) = model.see([frame.observation], StageClock(model.device))
         spec = model.specs[policy.find_key(frame.statistics_key)]

@@ -14,7 +14,7 @@ import torch
 
 from deft_core.datasets.formats import read_dataset
 from deft_core.types import ActionChunk, ActOptions, Image, Observation
-from deft_policies.base import ActRequest, Policy
+from deft_policies.base import Policy, PolicyRequest
 from deft_policies.commands.act import observe, read_cases
 from deft_policies.errors import PolicyError
 from deft_policies.memory import SessionMemory
@@ -171,7 +171,7 @@ def _answer(run: Replay, frame: ReplayFrame) -> MeasuredAnswer:
         run.memories[frame.episode] = [SessionMemory()] * contender.batch_size
     options = contender.options(frame)
     batch = [
-        ActRequest(frame.observation, memory, options) for memory in run.memories[frame.episode]
+        PolicyRequest(frame.observation, memory, options) for memory in run.memories[frame.episode]
     ]
     is_alone = torch.get_num_threads() == 1 and not torch.cuda.is_available()
     start, worked = time.perf_counter(), time.thread_time()

@@ -10,7 +10,8 @@ from torch.utils.benchmark import Timer
 
 from deft_core.types import DecodeTrace
 from deft_policies.benchmark.replay import Contender, Replay, ReplayFrame
-from deft_policies.families.model import Model, TokenModel
+from deft_policies.families.model import Model
+from deft_policies.families.model_policy import ModelPolicy
 from deft_policies.families.oft.model import Oft
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.formats import Quantization
@@ -77,7 +78,7 @@ class WeightBytes:
     other: float
 
     @staticmethod
-    def of(policy: VlaPolicy) -> "WeightBytes":
+    def of(policy: ModelPolicy) -> "WeightBytes":
         """As the policy's weights lie in memory."""
         network = policy.model.network
         weight, quantization = network.decoder.embedding.weight, network.quantization
@@ -179,7 +180,7 @@ def _limit(actions: Sequence[Sequence[Cost]], rates: DeviceRates) -> StageLimit:
 
 
 def find_limits(
-    policy: VlaPolicy, run: Replay, frames: Sequence[ReplayFrame], rates: DeviceRates
+    policy: ModelPolicy, run: Replay, frames: Sequence[ReplayFrame], rates: DeviceRates
 ) -> Roofline:
     """The limits of what a run did, pass by pass."""
     passes = [
@@ -196,7 +197,7 @@ def find_limits(
     return Roofline(stages)
 
 
-def pictures_cost(policy: VlaPolicy, num_rows: int) -> Cost:
+def pictures_cost(policy: ModelPolicy, num_rows: int) -> Cost:
     """Towers and projector over every picture, and what turns an instruction into scales."""
     model, weights = policy.model, WeightBytes.of(policy)
     film = model.parts.film if isinstance(model, Oft) else None
@@ -204,7 +205,7 @@ def pictures_cost(policy: VlaPolicy, num_rows: int) -> Cost:
     return seen + module_cost(film, num_rows, weights)
 
 
-def has_limits(policy: VlaPolicy) -> bool:
+def has_limits(policy: ModelPolicy) -> bool:
     """Whether it is known what a frame needs at least."""
     return isinstance(policy.model.network.config, OpenVLAConfig)
 
@@ -216,14 +217,17 @@ def _config_of(model: Model) -> OpenVLAConfig:
 
 
 def pass_costs(
-    policy: VlaPolicy, frame: ReplayFrame, trace: DecodeTrace | None, contender: Contender
+    policy: ModelPolicy, frame: ReplayFrame, trace: DecodeTrace | None, contender: Contender
 ) -> list[Cost]:
     """What each pass of one answer costs."""
-    model, num_rows = policy.model_for(contender.options(frame)), contender.batch_size
-    num_ids, weights = len(model.encode(frame.observation.instruction)), WeightBytes.of(policy)
-    if isinstance(model, Oft):
-        return [_chunk_cost(model, num_ids, num_rows, weights)]
-    assert isinstance(model, TokenModel)
+    num_rows, weights = contender.batch_size, WeightBytes.of(policy)
+    instruction = frame.observation.instruction
+    if isinstance(policy.model, Oft):
+        num_ids = len(policy.model.encode(instruction))
+        return [_chunk_cost(policy.model, num_ids, num_rows, weights)]
+    assert isinstance(policy, VlaPolicy)
+    model = policy.model_for(contender.options(frame))
+    num_ids = len(model.encode(instruction))
     config = _config_of(model)
     prompt = num_ids + config.num_patches
     length = model.specs[policy.find_key(frame.statistics_key)].max_tokens

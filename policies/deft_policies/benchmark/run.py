@@ -29,8 +29,8 @@ from deft_policies.benchmark.tables import Report
 from deft_policies.commands.parse import target_flags
 from deft_policies.decoding.methods import AUTOREGRESSIVE, DEFAULT_METHOD
 from deft_policies.errors import PolicyError
-from deft_policies.families.loading import load_float32_twin, load_policy
-from deft_policies.families.model import TokenModel
+from deft_policies.families.loading import load_float32_twin, load_token_policy
+from deft_policies.families.model_policy import ModelPolicy
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.formats import Precision
 from deft_policies.progress import shown
@@ -53,7 +53,7 @@ def run_benchmark(request: BenchRequest, find_others: FindOthers) -> int:
         thinks = given.reasoning or not policy.info.thinks_when_asked
         frames, source = read_frames(given, policy)
         frames = with_statistics_key(frames, policy)
-        if isinstance(policy, VlaPolicy) and isinstance(policy.model, TokenModel):
+        if isinstance(policy, VlaPolicy):
             if given.audit and DEFAULT_METHOD not in methods:
                 methods = [*(methods or [policy.info.decoding]), DEFAULT_METHOD]
             contenders = _contenders(policy, methods, radii, given.batch)
@@ -66,7 +66,7 @@ def run_benchmark(request: BenchRequest, find_others: FindOthers) -> int:
             )
             if given.audit and not report.is_interrupted:
                 whole = replace(policy.options, has_graphs=False)
-                audited = load_policy(replace(whole, precision=Precision.BFLOAT16))
+                audited = load_token_policy(replace(whole, precision=Precision.BFLOAT16))
                 twin = load_float32_twin(whole)
                 found = audit(twin, audited, frames, contenders[0].options(frames[0]))
                 report = replace(report, audit=found)
@@ -157,7 +157,7 @@ def read_frames(given: Namespace, policy: Policy) -> tuple[list[ReplayFrame], st
         " Guesses from the last action look better on them than on a robot: give --recording DATA "
         "for numbers to quote."
     )
-    if not isinstance(policy, VlaPolicy):
+    if not isinstance(policy, ModelPolicy):
         return frames, source
     complete = policy.model.complete
     return [replace(one, observation=complete(one.observation)) for one in frames], source
@@ -193,14 +193,14 @@ def measure(
         baseline=baseline,
         num_asked=num_asked,
     )
-    if not isinstance(policy, VlaPolicy):
+    if not isinstance(policy, ModelPolicy):
         return report
     weight = policy.model.network.decoder.embedding.weight
     rates = measure_rates(weight.device, weight.dtype)
     known = runs if has_limits(policy) else ()
     rooflines = tuple(find_limits(policy, run, frames, rates) for run in known)
     report = replace(report, rooflines=rooflines, rates=rates)
-    if not isinstance(policy.model, TokenModel):
+    if not isinstance(policy, VlaPolicy):
         return report
     plain = next(run for run in runs if run.contender.decoding == AUTOREGRESSIVE)
     spaces = [policy.action_space(frame.statistics_key) for frame in frames]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deft_core.types import ActionChunk, ActOptions, DecodeTrace, Observation, ServerInfo
-from deft_policies.base import ActAnswer, ActRequest
+from deft_policies.base import OneCallPolicy, PolicyAnswer, PolicyRequest
 from deft_policies.benchmark.replay import Contender
 from deft_policies.decoding.clock import Stage, StageClock
 from deft_policies.decoding.sequence import AnswerSpec
@@ -53,14 +53,14 @@ class QwenLoop(Enum):
     PLAIN = "transformers-unconstrained"
 
 
-class TransformersPolicy:
+class TransformersPolicy(OneCallPolicy):
     """Answers one observation at a time, greedily, with `LlamaForCausalLM`."""
 
     name: str
 
     def __init__(self, policy: VlaPolicy, loop: BaselineLoop) -> None:
         self._ours = policy
-        self._model = policy.token_model
+        self._model = policy.model
         self._loop, self.name = loop, loop.value
         network = self._model.network
         assert isinstance(network, OpenVLAModel)
@@ -90,7 +90,7 @@ class TransformersPolicy:
         """Nothing beyond what the first frames do."""
 
     @torch.inference_mode()
-    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
+    def act(self, batch: Sequence[PolicyRequest]) -> list[PolicyAnswer]:
         """Answer a batch of one, as the families' own code does."""
         if len(batch) != 1:
             raise RequestError("batch", f"the baseline answers 1 observation, got {len(batch)}")
@@ -106,7 +106,7 @@ class TransformersPolicy:
         clock.record(Stage.FINISH)
         trace = DecodeTrace(self.name, tuple(tokens), tuple(tokens), (), ())
         chunk = ActionChunk(actions, clock.timings(), trace)
-        return [ActAnswer(chunk, request.memory, error)]
+        return [PolicyAnswer(chunk, request.memory, error)]
 
     def _write(self, observation: Observation, spec: AnswerSpec, clock: StageClock) -> list[int]:
         """The tokens of an answer."""
@@ -119,7 +119,7 @@ class TransformersPolicy:
         return self._generate([*ids, *words[prompt.patches.start :]], spec, clock)
 
     def _read(self, key: str, tokens: list[int]) -> NDArray[np.float64]:
-        return self._model.decode(key, np.array(tokens))
+        return self._model.decode(key, tokens)
 
     def _generate(self, ids: list[int], spec: AnswerSpec, clock: StageClock) -> list[int]:
         stage = Stage.PREFILL
@@ -168,7 +168,7 @@ class QwenPolicy(TransformersPolicy):
 
     def __init__(self, policy: VlaPolicy, loop: QwenLoop, qwen: Any) -> None:
         """With `build_qwen`'s model, which several may share."""
-        model = policy.token_model
+        model = policy.model
         assert isinstance(model, Vla0)
         self._ours, self._model, self._vla0, self._qwen = policy, model, model, qwen
         self._way, self.name = loop, loop.value

@@ -327,7 +327,7 @@ def check_memory(
     used = [place for place in places if place.parameter is not None]
     largest = max(math.prod(place.shape) for place in used) * dtype.itemsize
     room = largest + max(_WORKING_BYTES, int(_WORKING_SHARE * weights))
-    if planned:  # the largest tensor is on its way before they are set aside
+    if planned:  # the largest tensor is copied before they are set aside
         need = {"weights": weights, **planned, "room to work": max(largest, _WORKING_BYTES)}
     else:
         need = {"weights": weights, "room to work": room}

@@ -15,7 +15,7 @@ from deft_core.errors import WireError
 from deft_core.program import CommandParser
 from deft_core.types import ActOptions, DecodeTrace, Image, Observation
 from deft_core.wire.formats import WireFormat, decode
-from deft_policies.base import ActAnswer, ActRequest, Policy
+from deft_policies.base import Policy, PolicyAnswer, PolicyRequest
 from deft_policies.commands.parse import parse_command, run_command
 from deft_policies.errors import PolicyError, RequestError
 from deft_policies.memory import SessionMemory
@@ -147,7 +147,7 @@ def _batches(cases: Sequence[Case], size: int) -> Iterator[list[Case]]:
         yield batch
 
 
-def _refusal(policy: Policy, request: ActRequest) -> RequestError | None:
+def _refusal(policy: Policy, request: PolicyRequest) -> RequestError | None:
     """What the policy says against a request; None: it can be answered."""
     try:
         policy.check(request.observation, request.options)
@@ -158,7 +158,7 @@ def _refusal(policy: Policy, request: ActRequest) -> RequestError | None:
 
 def _request(
     case: Case, memories: Mapping[str | None, SessionMemory], policy: Policy
-) -> ActRequest:
+) -> PolicyRequest:
     always = not policy.info.thinks_when_asked
     options = ActOptions(
         statistics_key=case.statistics_key,
@@ -166,10 +166,10 @@ def _request(
         want_reasoning=always if case.reasoning is None else case.reasoning,
         max_tokens=case.max_tokens,
     )
-    return ActRequest(observe(case), memories.get(case.session_id, SessionMemory()), options)
+    return PolicyRequest(observe(case), memories.get(case.session_id, SessionMemory()), options)
 
 
-def _describe(answer: ActAnswer) -> dict[str, object]:
+def _describe(answer: PolicyAnswer) -> dict[str, object]:
     chunk, actions = answer.chunk, answer.chunk.actions.tolist()
     trace = chunk.trace or DecodeTrace("", (), (), (), ())
     # One list per action, but for a single one.

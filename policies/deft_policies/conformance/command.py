@@ -28,6 +28,7 @@ from deft_policies.conformance import kit, report
 from deft_policies.conformance.report import Answer, Parting
 from deft_policies.errors import PolicyError
 from deft_policies.families.loading import open_model
+from deft_policies.families.model_policy import ModelPolicy
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
 
@@ -125,9 +126,9 @@ def _options_of(command: PolicyCommand) -> ModelOptions:
     return options
 
 
-def _load(command: PolicyCommand) -> VlaPolicy:
+def _load(command: PolicyCommand) -> ModelPolicy:
     policy = command.load()
-    assert isinstance(policy, VlaPolicy)  # the options are a model's
+    assert isinstance(policy, ModelPolicy)  # the options are a model's
     return policy
 
 
@@ -149,7 +150,7 @@ def _partings(
 ) -> list[Parting]:
     """Where answers part. Deft is loaded once more to say by how much, if any does."""
     partings: list[Parting] = []
-    policy: VlaPolicy | None = None
+    policy: ModelPolicy | None = None
     for name, answers in found.items():
         for number, (one, other) in enumerate(zip(own, answers, strict=True)):
             if one.tokens is None or other.tokens is None:
@@ -158,6 +159,7 @@ def _partings(
             if parted is None:
                 continue
             policy = policy or _load(command)
+            assert isinstance(policy, VlaPolicy)  # both have tokens
             at, theirs, ours = parted
             margin, is_tie = None, False
             if theirs is not None and ours is not None:
@@ -170,7 +172,7 @@ def _partings(
     return partings
 
 
-def _near_tie(policy: VlaPolicy, logits: NDArray[np.float32]) -> float:
+def _near_tie(policy: ModelPolicy, logits: NDArray[np.float32]) -> float:
     """Below it, rounding may choose either of two tokens."""
     weight = policy.model.network.decoder.embedding.weight
     if weight.dtype == torch.float32:
@@ -179,7 +181,7 @@ def _near_tie(policy: VlaPolicy, logits: NDArray[np.float32]) -> float:
 
 
 def _about(
-    policy: VlaPolicy,
+    policy: ModelPolicy,
     options: ModelOptions,
     key: str,
     frames: Sequence[ReplayFrame],

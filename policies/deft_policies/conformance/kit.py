@@ -24,14 +24,15 @@ from deft_core.image_chain import ImageChain
 from deft_core.types import ActOptions, Image, Observation
 from deft_core.wire.formats import WireFormat, decode
 from deft_core.wire.limits import WireLimits
-from deft_policies.base import ActRequest
+from deft_policies.base import PolicyRequest
 from deft_policies.benchmark.replay import ReplayFrame
 from deft_policies.conformance.report import Answer
 from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.methods import AUTOREGRESSIVE, DEFAULT_METHOD
 from deft_policies.errors import PolicyError
 from deft_policies.families.ecot import Ecot
-from deft_policies.families.model import Model, TokenModel
+from deft_policies.families.model import Model
+from deft_policies.families.model_policy import ModelPolicy
 from deft_policies.families.pi0fast.model import Pi0Fast
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.memory import SessionMemory
@@ -43,7 +44,7 @@ NUM_FRAMES = 20
 SCRIPT = Path(__file__).parent / "own_code.py"
 _LINE_BYTES = 1 << 25  # of one answer: logits of 200,000 tokens are a megabyte
 _LIMITS = WireLimits(max_bytes=_LINE_BYTES)
-_TOLD_LINES = 12  # of what the other process wrote before it failed
+_SHOWN_LINES = 12  # of what the other process wrote before it failed
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,11 +104,10 @@ def look_at(python: str, family: str) -> None:
         )
 
 
-def setup_of(policy: VlaPolicy, path: str, key: str) -> dict[str, Any]:
+def setup_of(policy: ModelPolicy, path: str, key: str) -> dict[str, Any]:
     """What the model's own code has to know to load and ask the same model."""
     model = policy.model
     weight = model.network.decoder.embedding.weight
-    spec = model.specs[key]
     asked_in_out = model.details.get("prompt") == PromptTemplate.ECOT_IN_OUT.value
     return {
         "only_look": False,
@@ -122,7 +122,7 @@ def setup_of(policy: VlaPolicy, path: str, key: str) -> dict[str, Any]:
         "num_pictures": model.num_pictures,
         "state_dim": model.state_dim,
         "crops": model.image_chains[0] is ImageChain.OFT,
-        "max_tokens": spec.max_tokens,
+        "max_tokens": policy.model.specs[key].max_tokens if isinstance(policy, VlaPolicy) else 0,
         "prompt": "in-out" if isinstance(model, Ecot) and asked_in_out else "vicuna",
     }
 
@@ -142,17 +142,17 @@ def ask_own_code(
 
 
 def ask_deft(
-    policy: VlaPolicy, decoding: str | None, key: str, frames: Sequence[ReplayFrame]
+    policy: ModelPolicy, decoding: str | None, key: str, frames: Sequence[ReplayFrame]
 ) -> tuple[Answer, ...]:
     """Answer the frames here, in the sessions that they belong to."""
     memories: dict[str, SessionMemory] = {}
     options = ActOptions(decoding=decoding, statistics_key=key, want_trace=True)
     answers = []
-    policy.act([ActRequest(frames[0].observation, SessionMemory(), options)])
+    policy.act([PolicyRequest(frames[0].observation, SessionMemory(), options)])
     for frame in counted(frames, len(frames), f"Deft, {decoding or 'one pass'}", "frame"):
         memory = memories.get(frame.episode, SessionMemory())
         start = time.perf_counter()
-        (answer,) = policy.act([ActRequest(frame.observation, memory, options)])
+        (answer,) = policy.act([PolicyRequest(frame.observation, memory, options)])
         ms = (time.perf_counter() - start) * 1e3
         memories[frame.episode], trace = answer.memory, answer.chunk.trace
         answers.append(
@@ -167,9 +167,9 @@ def ask_deft(
     return tuple(answers)
 
 
-def methods_of(policy: VlaPolicy) -> tuple[str | None, ...]:
+def methods_of(policy: ModelPolicy) -> tuple[str | None, ...]:
     """How Deft answers: plainly, and as it serves by default; in its one way where it has one."""
-    if isinstance(policy.model, TokenModel):
+    if isinstance(policy, VlaPolicy):
         return (AUTOREGRESSIVE, DEFAULT_METHOD)
     return (None,)
 
@@ -178,7 +178,7 @@ def logits_behind(
     policy: VlaPolicy, observation: Observation, tokens: Sequence[int]
 ) -> NDArray[np.float32]:
     """Logits [token] of the token that follows `tokens`, by the ids that files give."""
-    model = policy.token_model
+    model = policy.model
     (spec, *_) = model.specs.values()
     columns = {token: column for column, token in enumerate(spec.ids)}
     given = [columns[one] for one in tokens] if columns else list(tokens)
@@ -193,8 +193,8 @@ def logits_behind(
     return spread
 
 
-def _first_logits(policy: VlaPolicy, observation: Observation) -> NDArray[np.float32] | None:
-    if not isinstance(policy.model, TokenModel):
+def _first_logits(policy: ModelPolicy, observation: Observation) -> NDArray[np.float32] | None:
+    if not isinstance(policy, VlaPolicy):
         return None
     return logits_behind(policy, observation, ())
 
@@ -237,8 +237,8 @@ class _Complaints:
         """With the end of what it wrote."""
         self.file.seek(0)
         lines = self.file.read().decode("utf-8", "replace").splitlines()
-        told = "".join(f"\n  {line[:300]}" for line in lines[-_TOLD_LINES:])
-        return PolicyError(f"--against {self.python}: {what}{':' if told else ''}{told}")
+        shown = "".join(f"\n  {line[:300]}" for line in lines[-_SHOWN_LINES:])
+        return PolicyError(f"--against {self.python}: {what}{':' if shown else ''}{shown}")
 
 
 @contextmanager

@@ -1,11 +1,12 @@
 """Accept: which path of a draft tree is committed. It sees numbers that the host has read.
 
-`accept` is asked once for each answer and pass. Each draft is judged against the target's token
-after its parent; the rule says which drafts stand, and which of the paths to them is committed. The
-target's token after that path is the bonus. An answer's last token is always a bonus, so no guess
-is committed that is deeper than what is missing, and none that is the stop token.
+`accept` is called once for each answer of a pass. Each draft is judged against the target's token
+after its parent. The rule says which drafts are accepted, and which of the accepted paths is
+committed. The target's token after that path is the bonus. An answer's last token is always a
+bonus, so no guess is committed that is deeper than what is missing, and none that is the stop
+token.
 
-Rules of the device ran before, in `read`. A new rule derives from one of the kinds in
+Device rules ran before, in `read`. A new rule derives from one of the kinds in
 `acceptance.rule`, and is named in `RULES` of a file in `methods`, or by an entry point of a package
 (docs/plugins.md).
 """
@@ -22,26 +23,26 @@ from deft_policies.decoding.acceptance.rule import (
     TreeRule,
 )
 from deft_policies.decoding.plugins import ask_rule
-from deft_policies.decoding.sequence import Found, Sequence
+from deft_policies.decoding.sequence import PassResult, Sequence
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.errors import PolicyError
 
 Path = list[int]  # nodes from node 0 on
 
 
-def accept(sequence: Sequence, tree: DraftTree, found: Found) -> tuple[Path, int]:
+def accept(sequence: Sequence, tree: DraftTree, result: PassResult) -> tuple[Path, int]:
     """The path to commit, from node 0 on, and the bonus."""
     rule = sequence.method.rule
-    if found.chosen is not None:  # by a `ChoosingRule`, on the device: nothing is left to judge
-        node, bonus = found.chosen
+    if result.chosen is not None:  # by a `ChoosingRule`, on the device: nothing is left to judge
+        node, bonus = result.chosen
         return tree.path_to(node), bonus
     if not tree.has_guesses or sequence.error is not None:
         path = tree.path_to(tree.root)
     elif rule.is_exact:
-        path = tree.path_to(_longest_equal(sequence, tree, found.predictions))
+        path = tree.path_to(_longest_equal(sequence, tree, result.predictions))
     else:
-        path = ask_rule(rule, lambda: _chosen_path(rule, judge(sequence, tree, found)))
-    return path, found.predictions[path[-1]]
+        path = ask_rule(rule, lambda: _chosen_path(rule, judge(sequence, tree, result)))
+    return path, result.predictions[path[-1]]
 
 
 def _longest_equal(sequence: Sequence, tree: DraftTree, predictions: list[int]) -> int:
@@ -73,10 +74,12 @@ def _chosen_path(rule: AcceptanceRule, judged: JudgedTree) -> Path:
 def may_end(rule: AcceptanceRule, judged: JudgedTree) -> list[bool]:
     """Whether a path may end at each node, [node]. A `TreeRule` alone answers for whole paths."""
     if isinstance(rule, TreeRule):
-        stands, num_nodes = rule.accepts(judged), judged.tree.num_nodes
-        if not isinstance(stands, list) or len(stands) != num_nodes:
-            raise PolicyError(f"accepts must answer bool [node], here [{num_nodes}], got {stands}")
-        return stands
+        accepted, num_nodes = rule.accepts(judged), judged.tree.num_nodes
+        if not isinstance(accepted, list) or len(accepted) != num_nodes:
+            raise PolicyError(
+                f"accepts must answer bool [node], here [{num_nodes}], got {accepted}"
+            )
+        return accepted
     return judged.whole_paths(_judge_nodes(rule, judged))
 
 
@@ -106,13 +109,13 @@ def _accepts(rule: AcceptanceRule, judged: JudgedTree, node: int, path: list[Gue
     return judged.measured[node] > 0
 
 
-def judge(sequence: Sequence, tree: DraftTree, found: Found) -> JudgedTree:
+def judge(sequence: Sequence, tree: DraftTree, result: PassResult) -> JudgedTree:
     """The tree with the target's answers, as relaxed rules read it."""
     rule, root = sequence.method.rule, tree.root
     expected, depths = [-1] * (root + 1), [-1] * root + [0]
     is_equal, is_relaxable = [True] * (root + 1), [False] * (root + 1)
     for node in range(root + 1, tree.num_nodes):
-        token, expected_token = tree.tokens[node], found.predictions[tree.parents[node]]
+        token, expected_token = tree.tokens[node], result.predictions[tree.parents[node]]
         expected.append(expected_token)
         is_equal.append(token == expected_token)
         is_relaxable.append(rule.may_relax(token, expected_token, sequence))
@@ -120,12 +123,12 @@ def judge(sequence: Sequence, tree: DraftTree, found: Found) -> JudgedTree:
     return JudgedTree(
         tree=tree,
         expected=expected,
-        predictions=found.predictions,
+        predictions=result.predictions,
         is_equal=is_equal,
         is_relaxable=is_relaxable,
         depths=depths,
         deepest=sequence.num_missing,
-        measured=found.measured,
+        measured=result.measured,
         sequence=sequence,
     )
 

@@ -21,7 +21,7 @@ from deft_policies.decoding.plan import Plan
 from deft_policies.decoding.planner import WIDEST, DraftModels, Planner
 from deft_policies.decoding.plugins import ask_rule
 from deft_policies.decoding.read import Reading, note_log_probs, read_log_probs
-from deft_policies.decoding.sequence import Found, Sequence
+from deft_policies.decoding.sequence import PassResult, Sequence
 from deft_policies.decoding.target import PassRow, Prompt, Scores, Target
 from deft_policies.decoding.trace import PassRecord
 from deft_policies.decoding.tree import DraftTree, merge
@@ -49,7 +49,7 @@ class _Accepted:
     """What one answer of a pass commits."""
 
     index: int  # of the answer in its pass
-    found: Found
+    result: PassResult
     path: list[int]  # nodes from node 0 on
     bonus: int
 
@@ -101,7 +101,7 @@ class Engine:
         """Run one round for active sequences, and a prefill for new ones; return the finished.
 
         Finished sequences have their trace and memory set; one that is not `is_finite` has no valid
-        answer. Where `only` names some, the others sit this round out.
+        answer. Where `only` names some, the others wait for a later round.
         """
         active = [sequence for sequence in self.sequences if not only or sequence in only]
         finished = self._round(active, clock) if active else []
@@ -168,14 +168,14 @@ class Engine:
     def _accept(self, this_pass: _Pass) -> list[_Accepted]:
         """Read a pass, and choose a path of every tree whose answer has not been released since."""
         accepted = []
-        found = this_pass.reading.finish()
-        columns = zip(this_pass.sequences, this_pass.trees, found, strict=True)
-        for index, (sequence, tree, scored) in enumerate(columns):
+        results = this_pass.reading.finish()
+        columns = zip(this_pass.sequences, this_pass.trees, results, strict=True)
+        for index, (sequence, tree, result) in enumerate(columns):
             if sequence.slot < 0:
                 continue
             if tree.tokens == [UNREAD]:  # made while the last token was unread; now it is read
                 tree.tokens = sequence.tokens[-1:]
-            accepted.append(_Accepted(index, scored, *_accept_or_fail(sequence, tree, scored)))
+            accepted.append(_Accepted(index, result, *_accept_or_fail(sequence, tree, result)))
         return accepted
 
     def _commit(self, this_pass: _Pass, accepted: list[_Accepted]) -> None:
@@ -184,9 +184,9 @@ class Engine:
         scores, spans, is_prefill = this_pass.scores, this_pass.spans, this_pass.is_prefill
         for one in accepted:
             sequence, tree = this_pass.sequences[one.index], this_pass.trees[one.index]
-            path, bonus, found = one.path, one.bonus, one.found
-            record = PassRecord(is_prefill, tree, found.predictions, path, bonus, spans)
-            sequence.commit(tree, path, bonus, found, record)
+            path, bonus, result = one.path, one.bonus, one.result
+            record = PassRecord(is_prefill, tree, result.predictions, path, bonus, spans)
+            sequence.commit(tree, path, bonus, result, record)
             if sequence.wants_log_probs:
                 note_log_probs(sequence, tree, scores.logits[scores.nodes(one.index, tree)])
             if sequence.grammar is not None and not sequence.is_done:
@@ -352,13 +352,15 @@ def _ask(source: DraftSource, sequences: list[Sequence]) -> list[Guesses]:
         return [[] for _ in sequences]
 
 
-def _accept_or_fail(sequence: Sequence, tree: DraftTree, found: Found) -> tuple[list[int], int]:
+def _accept_or_fail(
+    sequence: Sequence, tree: DraftTree, result: PassResult
+) -> tuple[list[int], int]:
     """The path to commit and the bonus; no drafts where a rule fails, which fails its answer."""
     try:
-        return accept(sequence, tree, found)
+        return accept(sequence, tree, result)
     except PolicyError as error:
         sequence.error = error
-        return tree.path_to(tree.root), found.predictions[tree.root]
+        return tree.path_to(tree.root), result.predictions[tree.root]
 
 
 def _sources_of(sequence: Sequence) -> list[DraftSource]:

@@ -25,7 +25,7 @@ from deft_policies.decoding.sampling import (
     target_odds,
     top_gap,
 )
-from deft_policies.decoding.sequence import Found, Sequence
+from deft_policies.decoding.sequence import PassResult, Sequence
 from deft_policies.decoding.target import Scores
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.errors import PolicyError
@@ -72,7 +72,7 @@ class _Copy:
 
 
 @dataclass
-class _Places:
+class _Slices:
     """Where the numbers of one answer are among those that are read."""
 
     greedy: slice
@@ -101,33 +101,33 @@ class Reading:
         columns = _Columns()
         of_best, of_sums = columns.add(scores.best).start, columns.add(scores.sums).start
         of_answers = columns.add(scores.answers).start
-        self._places = []
+        self._slices = []
         for sequence, tree, here in zip(sequences, trees, nodes, strict=True):
             first, stop = here.start, here.stop
-            place = _Places(
+            own = _Slices(
                 slice(of_best + first, of_best + stop),
                 slice(of_sums + first, of_sums + stop),
                 of_answers + first,
             )
             logits, rule = scores.logits[here], sequence.method.rule
             if sequence.method.temperature > 0.0:
-                place.drawn = columns.add(draw_tokens(sequence, tree, logits))
+                own.drawn = columns.add(draw_tokens(sequence, tree, logits))
                 if tree.odds is not None and isinstance(rule, ChoosingRule):
                     with sequence.failing():
-                        place.chosen = columns.add(choose(rule, sequence, tree, logits))
+                        own.chosen = columns.add(choose(rule, sequence, tree, logits))
             if sequence.wants_margins:
                 # Where a grammar leaves one token the gap is not finite, which no trace can say.
                 gaps = top_gap(logits, scores.best[here])
-                place.gaps = columns.add(gaps.clamp(max=torch.finfo(gaps.dtype).max))
+                own.gaps = columns.add(gaps.clamp(max=torch.finfo(gaps.dtype).max))
             if tree.has_guesses and isinstance(rule, (DeviceRule, TreeRule)):
                 hidden, greedy = scores.hidden[here], scores.best[here]
                 with sequence.failing():
                     found = measure(rule, sequence, tree, logits, hidden, greedy)
-                    place.measured = None if found is None else columns.add(found)
-            self._places.append(place)
+                    own.measured = None if found is None else columns.add(found)
+            self._slices.append(own)
         self._copy = columns.copied()
 
-    def finish(self) -> list[Found]:
+    def finish(self) -> list[PassResult]:
         """Wait for the copy; return what was found for each sequence."""
         numbers = self._copy.read()
 
@@ -135,7 +135,7 @@ class Reading:
             return list(map(int, numbers[where]))
 
         return [
-            Found(
+            PassResult(
                 answer=int(numbers[one.answer]),
                 predictions=ints(one.drawn or one.greedy),
                 greedy=ints(one.greedy),
@@ -144,7 +144,7 @@ class Reading:
                 measured=numbers[one.measured] if one.measured else [],
                 chosen=_pair(ints(one.chosen)) if one.chosen else None,
             )
-            for one in self._places
+            for one in self._slices
         ]
 
 
@@ -162,8 +162,8 @@ def draw_tokens(sequence: Sequence, tree: DraftTree, logits: Tensor) -> Tensor:
     """
     odds = target_odds(logits, sequence.method.temperature)[None]
     keys = to_device([sequence.noise_key], logits.device, torch.int64)
-    places = [sequence.count + depth - tree.root for depth in tree.depths()]
-    numbers = to_device([places], logits.device, torch.int64)
+    positions = [sequence.count + depth - tree.root for depth in tree.depths()]
+    numbers = to_device([positions], logits.device, torch.int64)
     noise = exponential(keys, ANSWER, numbers, odds.shape[2])
     return (odds / noise).argmax(dim=2)[0]
 

@@ -39,7 +39,7 @@ def target_odds(logits: Tensor, temperature: float | Tensor) -> Tensor:
 
 # What random numbers are drawn for; no two purposes share any.
 ANSWER = 0  # the target's tokens
-COIN = 1  # whether a draft stands
+COIN = 1  # whether a draft is accepted
 DRAFT = 2  # the tokens of drafts
 _NUM_STREAMS = 3
 
@@ -49,13 +49,15 @@ _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
 
 
-def uniform(keys: Tensor, stream: int, places: Tensor, size: int) -> Tensor:
-    """Numbers between 0 and 1, float64 [row, place, column], of keys [row] and places [row, place].
+def uniform(keys: Tensor, stream: int, positions: Tensor, size: int) -> Tensor:
+    """Numbers between 0 and 1, float64 [row, position, column].
+
+    Of keys [row] and positions [row, position].
 
     splitmix64: number n of a row is a hash of its key plus n times a constant.
     """
     columns = torch.arange(size, device=keys.device)
-    numbers = (places * _NUM_STREAMS + stream)[:, :, None] * _MOST_TOKENS + columns
+    numbers = (positions * _NUM_STREAMS + stream)[:, :, None] * _MOST_TOKENS + columns
     bits = keys[:, None, None] + numbers * _GAMMA
     bits = (bits ^ _shifted(bits, 30)) * _FIRST
     bits = (bits ^ _shifted(bits, 27)) * _SECOND
@@ -68,9 +70,9 @@ def _shifted(bits: Tensor, by: int) -> Tensor:
     return (bits >> by) & ((1 << (64 - by)) - 1)
 
 
-def exponential(keys: Tensor, stream: int, places: Tensor, size: int) -> Tensor:
-    """Exponential noise, float32 [row, place, column]: the largest p / noise is a draw from p."""
-    return uniform(keys, stream, places, size).log_().neg_().float()
+def exponential(keys: Tensor, stream: int, positions: Tensor, size: int) -> Tensor:
+    """Exponential noise, float32 [row, position, column]: the largest p / noise draws from p."""
+    return uniform(keys, stream, positions, size).log_().neg_().float()
 
 
 def noise_key(seed: int, draw: Draw) -> int:

@@ -226,26 +226,26 @@ class Sequence:
         return drift_of_steps(written, self.num_executed)
 
     def commit(
-        self, tree: DraftTree, path: list[int], bonus: int, found: Found, record: PassRecord
+        self, tree: DraftTree, path: list[int], bonus: int, result: PassResult, record: PassRecord
     ) -> None:
         """Append the tokens of a pass: guesses on the path, then the target's own token.
 
         `path` holds nodes from node 0 on. Raises `MixedAnswersError` if the pass was of another
         answer.
         """
-        if found.answer != self.number:
+        if result.answer != self.number:
             raise MixedAnswersError(
-                f"a pass of answer {found.answer} was read from slot {self.slot}, where answer "
+                f"a pass of answer {result.answer} was read from slot {self.slot}, where answer "
                 f"{self.number} was expected; nothing of this round is used"
             )
         kept = path[tree.root :]
         self.tokens += [tree.tokens[node] for node in kept[1:]]
         self.tokens.append(bonus)
-        self.target_tokens += [found.greedy[node] for node in kept]
-        self.margins += [found.gaps[node] for node in kept] if found.gaps else []
+        self.target_tokens += [result.greedy[node] for node in kept]
+        self.margins += [result.gaps[node] for node in kept] if result.gaps else []
         self.num_cached += len(path) - record.is_prefill  # a prefill's node 0 is the prompt's
-        self.last = LastPass(tree, found.predictions, path, len(kept) - 1)
-        self.is_finite = self.is_finite and found.is_finite
+        self.last = LastPass(tree, result.predictions, path, len(kept) - 1)
+        self.is_finite = self.is_finite and result.is_finite
         self.records.append(record)
         self.is_done = self._has_ended()
 
@@ -294,8 +294,8 @@ class Sequence:
 
 
 @dataclass
-class Found:
-    """What the host reads of one answer's pass, by node."""
+class PassResult:
+    """What the host has read of one answer's pass. Lists are [node]."""
 
     answer: int  # whose pass it was: `Sequence.number`
     predictions: list[int]  # the target's token: greedy, or drawn

@@ -288,7 +288,7 @@ class Target:
             cache, packed, rotation, self.decoder.sizes, self.passes.rows, embeds.dtype
         )
         # In bfloat16 what a row adds up must not depend on the length of its neighbours.
-        if embeds.dtype == torch.float32 and _are_beside(packed):
+        if embeds.dtype == torch.float32 and _are_adjacent(packed):
             attention = _together(cache, packed, attention)
         states: list[Tensor] = []
         hidden = self.passes.run(embeds, attention, last, states)
@@ -379,7 +379,7 @@ def _of_nodes(values: Tensor, nodes: Sequence[slice]) -> Tensor:
     return values[nodes[0]] if len(nodes) == 1 else torch.cat([values[one] for one in nodes])
 
 
-def _are_beside(rows: Sequence[PackedRow]) -> bool:
+def _are_adjacent(rows: Sequence[PackedRow]) -> bool:
     """Whether rows of a later pass fill slots side by side, with as many tokens each."""
     first = rows[0]
     return len(rows) > 1 and all(

@@ -44,8 +44,8 @@ def capture(engine: Engine) -> None:
         planned |= captured_head.bytes_of(passes.layout, sizes, itemsize)
     if (block := planner.models.block) is not None:
         planned |= captured_block.bytes_of(passes.layout, block.sizes, itemsize)
-    said = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in planned.items())
-    _log.info("capturing %d passes and prefills; memory beside the weights: %s", num_graphs, said)
+    listed = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in planned.items())
+    _log.info("capturing %d passes and prefills; memory beside the weights: %s", num_graphs, listed)
     passes.capture()
     for kind in trained:
         head = planner.source(kind)

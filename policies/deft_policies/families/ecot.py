@@ -11,7 +11,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,6 @@ from deft_policies.checkpoint.open import CheckpointSource
 from deft_policies.decoding.sequence import AnswerSpec
 from deft_policies.errors import CheckpointError, NoActionError
 from deft_policies.families.family import load_network
-from deft_policies.families.model import Values
 from deft_policies.families.openvla import OpenVLA, OpenVLAFamily, VlaTarget
 from deft_policies.families.options import ModelOptions
 from deft_policies.model.graphs import StepRunner
@@ -66,16 +65,15 @@ class Ecot(OpenVLA):
         """Text, the action behind it, and the stop token."""
         return replace(super().spec(key), max_tokens=self._max_tokens, stop=self._stop)
 
-    def decode(self, key: str, values: Values) -> NDArray[np.float64]:
+    def decode(self, key: str, tokens: Sequence[int]) -> NDArray[np.float64]:
         """The action before the stop token."""
         action_tokens, dim = self.target.action_tokens, self.statistics[key].action_dim
-        if not len(values) or values[-1] != self._stop:
-            raise NoActionError(f"the text did not end within {len(values)} tokens")
-        is_text = (values[:-1] < action_tokens.first) | (values[:-1] > action_tokens.last)
-        num = int(np.argmax(np.append(is_text[::-1], True)))
+        if not tokens or tokens[-1] != self._stop:
+            raise NoActionError(f"the text did not end within {len(tokens)} tokens")
+        num = sum(1 for _ in takewhile(action_tokens.__contains__, reversed(tokens[:-1])))
         if num < dim:
             raise NoActionError(f"{num} action tokens before the stop token, {dim} are needed")
-        return super().decode(key, values[-1 - dim : -1])
+        return super().decode(key, tokens[-1 - dim : -1])
 
     def read_text(self, tokens: Sequence[int]) -> tuple[str, tuple[int, ...]]:
         """The text of an answer, and how many tokens each of its parts has, tags included.

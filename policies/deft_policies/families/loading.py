@@ -35,8 +35,11 @@ from deft_policies.errors import CheckpointError, PolicyError
 from deft_policies.families.ecot import EcotFamily
 from deft_policies.families.family import DTYPES, Family, choose_device, choose_precision
 from deft_policies.families.model import TokenModel
+from deft_policies.families.model_policy import ModelPolicy
 from deft_policies.families.nora.family import NoraFamily
 from deft_policies.families.oft.family import OftFamily
+from deft_policies.families.oft.model import Oft
+from deft_policies.families.oft.policy import OftPolicy
 from deft_policies.families.openvla import OpenVLA, OpenVLAFamily, VlaTarget
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.pi0fast.family import Pi0FastFamily
@@ -90,7 +93,7 @@ def open_model(options: ModelOptions) -> Family:
     return find_family(source, options)(source, options)
 
 
-def load_policy(options: ModelOptions) -> VlaPolicy:
+def load_policy(options: ModelOptions) -> ModelPolicy:
     """Load what the options name; what needs no weights to be checked is checked before them."""
     method = choose_method(options)
     _check_draft_files(options)
@@ -115,19 +118,29 @@ def load_policy(options: ModelOptions) -> VlaPolicy:
     # The files are hashed on other threads while they are loaded.
     with _digesting(family, draft_family, options.draft_heads) as digests:
         model = family.load(device, dtype)
-        drafts = DraftModels()
-        if isinstance(model, TokenModel):
+        policy: ModelPolicy
+        if isinstance(model, Oft):
+            policy = OftPolicy(model, options)
+        else:
+            assert isinstance(model, TokenModel)
             doing("loading what drafts")
             if draft_family is not None:
                 model.draft_with(draft_family.load(device, dtype, model.runner))
-            drafts = _load_drafts(options, model)
-        policy = VlaPolicy(model, options, drafts, method)
+            policy = VlaPolicy(model, options, _load_drafts(options, model), method)
         policy.reason_for_dtype = reason
         doing("hashing the files of the weights")
         policy.digests = {name: digest.result() for name, digest in digests.items()}
     _log.info("served in %s (%s)", precision.value, reason)
-    if isinstance(model, TokenModel):
-        _log.info("answers of exact methods: %s", model.target.describe_equality())
+    if isinstance(policy, VlaPolicy):
+        _log.info("answers of exact methods: %s", policy.model.target.describe_equality())
+    return policy
+
+
+def load_token_policy(options: ModelOptions) -> VlaPolicy:
+    """The same for what decodes tokens; `PolicyError` for a model that answers in one pass."""
+    policy = load_policy(options)
+    if not isinstance(policy, VlaPolicy):
+        raise PolicyError(f"{policy.model.family} answers in one pass and decodes no tokens")
     return policy
 
 
@@ -156,13 +169,13 @@ def _digesting(
     folders |= {f"digest of head {head.name}": [head] for head in heads}
     if draft_family is not None:
         folders["digest of draft model"] = draft_family.weight_folders
-    beside = ThreadPoolExecutor()
+    executor = ThreadPoolExecutor()
     started = {
-        name: beside.submit(digest_weights, places, unwanted)
+        name: executor.submit(digest_weights, places, unwanted)
         for name, places in folders.items()
         if places
     }
-    beside.shutdown(wait=False)
+    executor.shutdown(wait=False)
     try:
         yield started
     except BaseException:
@@ -188,6 +201,7 @@ def load_float32_twin(options: ModelOptions) -> VlaPolicy:
         model = OpenVLA(
             VlaTarget(model.network.float()), model.encode, model.images, model.statistics
         )
+    assert isinstance(model, TokenModel)
     return VlaPolicy(model, plain, method=find_method(AUTOREGRESSIVE))
 
 

@@ -1,13 +1,13 @@
-"""The seam between models of all families and everything else.
+"""What a model of any family is.
 
 A model says what it looks at and what its answers are; `families.policy` does the rest, the same
-for all. How files become a model is said in `families.family`.
+for all that answer token by token. How files become a model is said in `families.family`.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deft_core.image_chain import ImageChain
-from deft_core.types import DecodeTrace, Image, Observation
+from deft_core.types import Image, Observation
 from deft_policies.base import ActionLimits
 from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.planner import WIDEST
@@ -28,7 +28,6 @@ from deft_policies.model.statistics import ActionStatistics
 from deft_policies.model.vla import VlaNetwork
 
 Encode = Callable[[str], Sequence[int]]  # an instruction to the ids of the whole prompt
-Values = NDArray[np.int64] | NDArray[np.float32]  # action tokens, or normalised actions
 WRIST = "wrist"  # in the name of a camera that a model may look through
 
 
@@ -55,7 +54,6 @@ class Model(ABC):
         self.images = images
         self.statistics = statistics
         self.runner = runner
-        self.specs = {key: self.spec(key) for key in statistics}
         self.details: dict[str, str] = {}  # for people
         self.num_steps = 1  # actions per answer
         self.num_pictures = 1  # the frame, then wrist cameras
@@ -74,20 +72,6 @@ class Model(ABC):
             return (ImageChain.NONE,)
         ours = self.images.chain
         return ours, *(one for one in ImageChain if one is not ours)
-
-    @abstractmethod
-    def spec(self, key: str) -> AnswerSpec:
-        """What an answer under a statistics key is."""
-
-    @abstractmethod
-    def decode(self, key: str, values: Values) -> NDArray[np.float64]:
-        """Actions [step, action_dim] in robot units; raises `NoActionError` where it holds none."""
-
-    def for_robot(
-        self, actions: NDArray[np.float64], observation: Observation
-    ) -> NDArray[np.float64]:
-        """Actions as the robot takes them, where they depend on what it has reported."""
-        return actions
 
     def limits(self, key: str) -> ActionLimits:
         """The range of actions under a statistics key; the last dimension is the gripper."""
@@ -154,6 +138,25 @@ class TokenModel(Model):
     draft: "TokenModel | None" = None  # another checkpoint that drafts
     cuts_answers = True  # at `max_tokens`; with a grammar an answer is as long as its action
 
+    @cached_property
+    def specs(self) -> dict[str, AnswerSpec]:
+        """What an answer is, by statistics key."""
+        return {key: self.spec(key) for key in self.statistics}
+
+    @abstractmethod
+    def spec(self, key: str) -> AnswerSpec:
+        """What an answer under a statistics key is."""
+
+    @abstractmethod
+    def decode(self, key: str, tokens: Sequence[int]) -> NDArray[np.float64]:
+        """Actions [step, action_dim] in robot units; raises `NoActionError` where it holds none."""
+
+    def for_robot(
+        self, actions: NDArray[np.float64], observation: Observation
+    ) -> NDArray[np.float64]:
+        """Actions as the robot takes them, where they depend on what it has reported."""
+        return actions
+
     @abstractmethod
     def draft_with(self, draft: Model) -> None:
         """Have another checkpoint draft; raises `CheckpointError` unless it can."""
@@ -162,22 +165,10 @@ class TokenModel(Model):
         """An answer as text, and how many tokens each of its parts has; None where it has none."""
         return None
 
-    def decode_begun(self, key: str, values: Values) -> NDArray[np.float64]:
+    def decode_begun(self, key: str, tokens: Sequence[int]) -> NDArray[np.float64]:
         """Actions that the beginning of an answer already holds, [step, action_dim]."""
         return np.empty((0, self.statistics[key].action_dim))
 
     @abstractmethod
     def see(self, observations: Sequence[Observation], clock: StageClock) -> list[Prompt]:
         """What the decoder starts from, timed as preparing and as vision."""
-
-
-class OnePassModel(Model):
-    """A model that answers in one pass, without a decoder."""
-
-    method: str  # what its one way of answering is called
-
-    @abstractmethod
-    def answer(
-        self, observations: Sequence[Observation], keys: Sequence[str], clock: StageClock
-    ) -> list[tuple[Values, DecodeTrace | None]]:
-        """What `decode` takes of each row, and a trace where the answer is tokens."""

@@ -29,7 +29,7 @@ from deft_policies.families.family import (
     load_network,
     named_sizes,
 )
-from deft_policies.families.model import Encode, Model, TokenModel, Values
+from deft_policies.families.model import Encode, Model, TokenModel
 from deft_policies.families.oft.files import HEAD, find_file, sign_of_oft
 from deft_policies.families.options import OF_REASONING, ModelOptions
 from deft_policies.model.formats import Quantization
@@ -117,9 +117,9 @@ class OpenVLA(TokenModel):
         """One action."""
         return AnswerSpec.action(self.codec.action_space(self.statistics[key], key))
 
-    def decode(self, key: str, values: Values) -> NDArray[np.float64]:
+    def decode(self, key: str, tokens: Sequence[int]) -> NDArray[np.float64]:
         """The action that its tokens stand for, [1, action_dim]."""
-        return self.codec.decode(values.astype(np.int64)[None], self.statistics[key])
+        return self.codec.decode(np.array([tokens], np.int64), self.statistics[key])
 
     def check(self, observation: Observation) -> None:
         """Refuse an instruction that is too long for it, or for what drafts."""

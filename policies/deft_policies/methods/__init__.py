@@ -1,7 +1,8 @@
 """Decoding methods, a file for each paper or idea.
 
 Files are found by their names. Delete one, and what it holds is gone, and nothing else. A file says
-in its docstring what the method is, and holds any of:
+in its docstring what the paper says in its letters, by what it drafts, what was left out and where
+the numbers are, and holds any of:
 
 - `METHODS`: names of methods, each with its text (`NAME:KNOB=VALUE,...`)
 - `RULES`: names that `rule=` takes, each with a class
@@ -21,6 +22,7 @@ READING_ORDER = (
     "numbers",
     "spec_vla",
     "block",
+    "medusa",
     "fly",
     "lvspec",
     "small_model",

@@ -9,11 +9,16 @@ accepted if both hold:
 
 A gripper is judged by its class, open or closed, which is all the robot acts on. With leak = 1 the
 sum of what was executed never differs from the sum of what the target answered by more than the
-budget. So accepted drafts can neither hold a robot still nor drag it along. Drafts come from the
+budget. So accepted drafts can neither hold a robot still nor drag it along.
+
+Drafts: the last action in every pass, with recycled predictions in later ones. They come from the
 target's own tokens, never from executed ones.
 
-`move` is in millimetres and `turn` in degrees; `cap` is in bins, for dimensions whose bins have no
-known size. They were chosen on tiny-libero.
+Defaults: `move` is in millimetres and `turn` in degrees; `cap` is in bins, for dimensions whose
+bins have no known size. They were chosen on tiny-libero.
+
+Left out: limits that follow the motion, as in KERV and HeiSD: these hold for the whole episode. And
+the draft head, which saves few passes beside the last action: docs/results/methods.md has both.
 
 Numbers: docs/results.md and docs/results/methods.md.
 """

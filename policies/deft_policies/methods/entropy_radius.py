@@ -4,6 +4,10 @@
 share of the largest there can be. Where the target is sure, the draft must be nearly right; where
 many bins are as good as each other, a wider miss means nothing.
 
+Drafts: as `within-bins`.
+
+Left out: physical units. A bin is a bin, whatever it means to the robot.
+
 Numbers: none: no study uses it.
 """
 

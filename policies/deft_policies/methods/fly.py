@@ -1,14 +1,20 @@
 """FLy (ICLR 2026): a miss is accepted where the target is unsure and its next tokens agree.
 
 In the paper's letters: h_j is the target's entropy at position j, as a share of the largest there
-can be, theta the gate, W the window. A draft that misses at j is kept if h_j >= theta and the next
-W drafts match; theta = 0.3, W = 6. A small model drafts a chain, sped up by n-grams
-(`multi_level`).
+can be, theta the gate, W the window, K the drafts of a round, N_W(j) the misses among the W drafts
+behind j. A draft that misses at j is kept if h_j >= theta, N_W(j) = 0 and j + W <= K.
 
-An action has seven tokens, so a window of 6 nearly never fits: here the window ends where the
-action does. `clip=off` is the paper to the letter, `gate=off` FLy without its gate, `window=0` its
-FLy-. `cap` also bounds the distance of action tokens, and `text=on` relaxes words of a text, as the
-paper does.
+Drafts: a chain of a small model, sped up by n-grams (`multi_level`). Without a small model the head
+or the last action drafts.
+
+Defaults: theta = 0.3 and W = 6, as in the paper. An action has seven tokens, so that a window of 6
+nearly never fits: here the window ends where the action does. `clip=off` is the paper to the
+letter, `gate=off` FLy without its gate, `window=0` its FLy-. `cap` also bounds the distance of
+action tokens, and `text=on` relaxes words of a text, as the paper does.
+
+Left out: the paper's long chains (K = 15 and 25), because an action has seven tokens; n-grams of
+the prompt, which holds no action (those of the session's actions are used); and sampling: a relaxed
+rule decodes greedily.
 
 Numbers: docs/results/methods.md and docs/results/texts.md.
 """
@@ -72,11 +78,11 @@ class DeferredWindow(TreeRule):
             not missed[node] or (judged.is_relaxable[node] and self._is_gated(judged, node))
             for node in range(num_nodes)
         ]
-        stands = judged.whole_paths(fine)
+        accepted = judged.whole_paths(fine)
         for node in range(tree.root + 1, num_nodes):
-            if stands[node]:
-                stands[node] = self._has_clean_windows(judged, missed, node)
-        return stands
+            if accepted[node]:
+                accepted[node] = self._has_clean_windows(judged, missed, node)
+        return accepted
 
     def _is_gated(self, judged: JudgedTree, node: int) -> bool:
         if self.gate and judged.measured[node] < self.theta:

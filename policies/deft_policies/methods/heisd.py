@@ -1,12 +1,16 @@
-"""HeiSD: a budget of bins for each group of dimensions.
+"""HeiSD (2026): a budget of bins for each group of dimensions.
 
-Within one action, |d - t| <= 15 for every token and the sum over a group <= 30, translation and
-rotation apart; the gripper is exact. What earlier passes of the action have spent counts.
+Within one action a draft d is accepted if |d - t| <= 15 and the sum of such distances over its
+group is at most 30. Translation and rotation are groups of their own; the gripper is exact. What
+earlier passes of the action have spent counts.
 
-Named `heisd-like` because HeiSD drafts from a database of demonstrations and skips the
-verification of some actions. Here the last action and the head draft, and every token is verified.
+Drafts: the last action in the prefill and the head in later passes.
 
-Numbers: docs/results/methods.md.
+Left out, and so named `heisd-like`: the paper drafts from a database of demonstrations, switches
+between that and a head by the curvature of the motion, and executes some actions without verifying
+them. Here every token is verified.
+
+Numbers: docs/results/methods.md, where the row says "without its index".
 """
 
 from __future__ import annotations

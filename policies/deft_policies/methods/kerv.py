@@ -1,15 +1,19 @@
 """KERV (DAC 2026): a radius that shrinks over the episode.
 
-With s the step of the episode, |d - t| <= r(s), where
+With s the step of the episode, a draft d is accepted if |d - t| <= r(s), where
 
     r(s) = low + (high - low) exp(-(s / tau)^beta)
 
-loose while the arm travels, tight near the end. The head's tree and the last action draft beside
-each other: in the code that was released, what the paper calls a Kalman filter holds the last
-action.
+loose while the arm travels, tight near the end.
 
-Named `kerv-like` because KERV executes every fourth action without verifying it. Here every token
-is verified.
+Drafts: the head's tree and the last action beside each other. In the code that was released, what
+the paper calls a Kalman filter holds the last action.
+
+Defaults: from 15 bins to 5, the paper's range; tau = 100 steps.
+
+Left out, and so named `kerv-like`: the paper completes every fourth action without verifying it,
+and its radius follows how the arm moves. Here every token is verified, and the radius goes by the
+step alone, as in the released code.
 
 Numbers: docs/results/methods.md.
 """

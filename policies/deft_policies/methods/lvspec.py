@@ -1,14 +1,21 @@
 """LVSpec (ACL 2026): strict where a token depends on the image, loose elsewhere.
 
-In the paper's letters: A_i is the mean of the N largest cosines between the hidden state h_i of
-draft i and those of the image patches (eq. 8). Of the K drafts of a branch the floor(lambda K)
-with the smallest A_i are loose: they are accepted whatever the target says (eq. 9-10). So is a miss
-where the target's own token is drafted elsewhere on the branch (eq. 11). N = 10, lambda = 0.7.
+In the paper's letters: A_i is the mean of the N largest cosines between the hidden state of draft i
+and those of the image patches (eq. 8). Of the K drafts of a branch the floor(lambda K) with the
+smallest A_i are loose: they are accepted whatever the target says (eq. 9-10). So is a miss where
+the target's own token is drafted elsewhere on the branch (eq. 11).
 
-The tokens of an action are different dimensions, so that the same token drafted four dimensions
-later excuses nothing: the method bounds such a shift by 9 bins. `shift_cap=none` is the paper to
-the letter. A small model drafts, looking at a tenth of the patches. `text=on` relaxes words of a
-text.
+Drafts: a chain of a small model that looks at a tenth of the patches. Without a small model the
+head or the last action drafts.
+
+Defaults: N = 10 and lambda = 0.7 (`num_patches`, `share`), as in the paper. The tokens of an action
+are different dimensions, so that the same token drafted four dimensions later excuses nothing: the
+method bounds such a shift by 9 bins. `shift_cap=none` is the paper to the letter. `text=on` relaxes
+words of a text.
+
+Left out: videos, for which the paper was made (the patches are of one frame); its chain of ten
+drafts, because an action has seven tokens; and sampling. Its tree of two branches is
+`tree=branches+2+6`.
 
 Numbers: docs/results/methods.md and docs/results/texts.md.
 """
@@ -42,13 +49,13 @@ class VisualRelevance(TreeRule):
 
     A_i = mean of the N largest cos(h_i, v) over the image patches v, with h_i and v the target's
     last hidden states (eq. 8). Of the K drafts of a branch, from the root to a leaf, the
-    floor(lambda K) with the smallest A_i are loose (eq. 9-10). With `shift_tolerant`, a miss also
-    stands when the target's own token is drafted anywhere on the branch (eq. 11), and |d - t| is at
-    most `shift_cap`: an action's tokens are different dimensions, so that the same token drafted
-    four dimensions later excuses nothing. Every branch is judged for itself, and a path stands if
-    it does in any. `cap`, if given, bounds |d - t| of every miss. The caps bound action tokens
-    alone. With neither cap this is the paper to the letter, and a loose token may be any action
-    token at all. With `text`, words of a text are relaxed, too.
+    floor(lambda K) with the smallest A_i are loose (eq. 9-10). With `shift_tolerant`, a miss is
+    also accepted when the target's own token is drafted anywhere on the branch (eq. 11), and
+    |d - t| is at most `shift_cap`: an action's tokens are different dimensions, so that the same
+    token drafted four dimensions later excuses nothing. Every branch is judged for itself, and a
+    path is accepted if it is in any branch. `cap`, if given, bounds |d - t| of every miss. The caps
+    bound action tokens alone. With neither cap this is the paper to the letter, and a loose token
+    may be any action token at all. With `text`, words of a text are relaxed, too.
     """
 
     num_patches: int = 10
@@ -90,7 +97,7 @@ class VisualRelevance(TreeRule):
     def accepts(self, judged: JudgedTree) -> list[bool]:
         """Equal, loose or merely shifted all the way in one branch."""
         tree = judged.tree
-        stands = [True] * (tree.root + 1) + [False] * (tree.num_nodes - tree.root - 1)
+        accepted = [True] * (tree.root + 1) + [False] * (tree.num_nodes - tree.root - 1)
         for branch in judged.branches():
             by_relevance = sorted(branch, key=lambda node: (judged.measured[node], node))
             loose = set(by_relevance[: int(len(branch) * self.share + 1e-6)])
@@ -99,8 +106,8 @@ class VisualRelevance(TreeRule):
                 is_shifted = self.shift_tolerant and judged.expected[node] in drafted
                 if not self._is_fine(judged, node, node in loose, is_shifted):
                     break
-                stands[node] = True
-        return stands
+                accepted[node] = True
+        return accepted
 
     def _is_fine(self, judged: JudgedTree, node: int, is_loose: bool, is_shifted: bool) -> bool:
         if judged.is_equal[node]:

@@ -1,8 +1,12 @@
 """Near top (TensorRT-LLM's relaxed acceptance): drafts nearly as likely as the best token.
 
 d is accepted if it is among the target's N likeliest action tokens and p(d) >= max p - delta; N =
-10, delta = 0.6. TensorRT-LLM relaxes so while a model thinks; here actions are relaxed, and words
-are exact.
+10, delta = 0.6.
+
+Drafts: as `within-bins`.
+
+Left out: TensorRT-LLM relaxes so while a model thinks. Here actions are relaxed, and words are
+exact.
 
 Numbers: docs/results/methods.md.
 """

@@ -6,7 +6,10 @@ again: every number counts that begins with its digits, and the farthest of them
 limit. Spaces, the end and the gripper are exact. A budget bounds the sum of deviations over the
 steps that were executed.
 
-The drafts are the session's last answer: moved by the rows that were executed, and as it was.
+Drafts: the session's last answer, moved by the rows that were executed, and as it was.
+
+Left out: limits of single dimensions (there is one for translations and one for rotations), and
+FAST tokens, which stand for frequencies: they are never relaxed.
 
 Numbers: docs/vla0.md.
 """
@@ -60,19 +63,19 @@ class WithinNumbers(TreeRule):
         space = sequence.action_space
         written = WrittenNumbers(sequence.tokens, sequence.target_tokens, space, sequence.drift)
         places: list[NumberPlace | None] = [None] * tree.root + [read(written)]
-        stands = [True] * (tree.root + 1)
+        accepted = [True] * (tree.root + 1)
         for node in range(tree.root + 1, tree.num_nodes):
             above, token = tree.parents[node], tree.tokens[node]
             before, place = places[above], None
             # A number ends where it may: behind one that is too far no space is of use.
-            if before is not None and (token < SPACE or stands[above]):
+            if before is not None and (token < SPACE or accepted[above]):
                 place = before.after(token, judged.expected[node], space.largest_number)
             places.append(place)
             following = judged.predictions[node]
-            stands.append(place is not None and self._stands(place, following, space))
-        return stands
+            accepted.append(place is not None and self._may_end(place, following, space))
+        return accepted
 
-    def _stands(self, place: NumberPlace, following: int, space: ActionSpace) -> bool:
+    def _may_end(self, place: NumberPlace, following: int, space: ActionSpace) -> bool:
         """Whether a text may end here, the target's own token following."""
         if place.reach is None:
             return True

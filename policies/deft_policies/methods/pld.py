@@ -1,11 +1,13 @@
 """Prompt-lookup decoding (Saxena 2023): what followed the same tokens before.
 
-The session's own actions are one long sequence. The last three tokens, or fewer if those never
-occurred, are looked up at the same place of an earlier action, the newest first. What followed
-them is the draft. Tokens of different places are never mixed. A draft is accepted
-where it is the target's own token.
+A draft is accepted where it is the target's own token.
 
-The original searches the prompt, too; the prompt of a robot holds no action.
+Drafts: the session's own actions are one long sequence. The last three tokens, or fewer if those
+never occurred, are looked up at the same position of an earlier action, the newest first, and what
+followed them is the draft. Tokens of different positions are never mixed. At most 16 actions are
+searched.
+
+Left out: the search in the prompt, for which the method is named: a robot's prompt holds no action.
 
 Numbers: docs/results/methods.md.
 """

@@ -3,11 +3,16 @@
 With p the target's odds and q those by which a draft was drawn, a draft is accepted with
 probability min(1, p / q). One that falls leaves max(0, p - q) / Z, by which its next sibling is
 judged or the bonus is drawn. So tokens have exactly the target's distribution, in trees as in
-chains. Drafts are drawn at random, from the head or the small model, at the temperature of the
-answer.
+chains.
+
+Drafts: a chain of 5 of the head, drawn at random at the temperature of the answer. The small model
+drafts with `drafts=small-model`.
 
 `lossless` samples exactly, too, and gives the very tokens of plain sampling with the same seed;
 the ratio test gives others, and accepts more drafts.
+
+Left out: a chain whose length follows the acceptance rate, and sampling from the likeliest tokens
+alone (top-k, top-p), which no method has here.
 
 Numbers: none: robots decode greedily.
 """
@@ -68,24 +73,24 @@ def ratio_test(sequence: Sequence, tree: DraftTree, logits: Tensor) -> Tensor:
     odds, depths = p[tree.root], tree.depths()
     for node in range(tree.root + 1, tree.num_nodes):
         token, drawn_by = tree.tokens[node], q[node - tree.root - 1]
-        places = (sequence.count + depth).view(1, 1)
-        coins = uniform(keys, COIN, places, MOST_TRIES).float()[0, 0]
+        positions = (sequence.count + depth).view(1, 1)
+        coins = uniform(keys, COIN, positions, MOST_TRIES).float()[0, 0]
         coin = coins.gather(0, tries.clamp(max=MOST_TRIES - 1)[None])[0]
         is_judged = depths[node] - tree.root <= sequence.num_missing
         asked = (at == tree.parents[node]) & (tries < MOST_TRIES) & ~ended & is_judged
-        stands = asked & (coin * drawn_by[token] < odds[token])
+        accepted = asked & (coin * drawn_by[token] < odds[token])
         if sequence.spec.ends_with(token):
             only = torch.zeros_like(odds)
             only[token] = 1.0
-            odds = torch.where(stands, only, odds)
-            ended = ended | stands
-            stands = torch.zeros_like(stands)
+            odds = torch.where(accepted, only, odds)
+            ended = ended | accepted
+            accepted = torch.zeros_like(accepted)
         left = _without_draft(odds, drawn_by)
-        odds = torch.where(asked & ~stands & ~ended, left, odds)
-        odds = torch.where(stands, p[node], odds)
-        at = torch.where(stands, node, at)
-        depth = depth + stands
-        tries = torch.where(stands, 0, tries + asked)
+        odds = torch.where(asked & ~accepted & ~ended, left, odds)
+        odds = torch.where(accepted, p[node], odds)
+        at = torch.where(accepted, node, at)
+        depth = depth + accepted
+        tries = torch.where(accepted, 0, tries + asked)
     noise = exponential(keys, ANSWER, (sequence.count + depth).view(1, 1), p.shape[1])[0, 0]
     bonus = (odds / noise).argmax()
     return torch.stack((at, bonus))

@@ -1,19 +1,24 @@
 """Spec-VLA (Wang et al. 2025): drafts of an EAGLE-2 head, accepted within r bins.
 
-In the paper's letters, with d a draft and t the target's token: d is accepted if |d - t| <= r (eq.
-5), r = 9, or 5 for LIBERO-Long. The head grows a tree of 5 levels with 8 branches, of which the 49
-likeliest drafts stay, all levels in every round; nothing is drafted in the prefill. Of equally long
-paths the first leaf's wins (`ties=first-row`, because its code has a row for each leaf) or the one
-with the smallest sum of distances (`ties=closest`).
+In the paper's letters: the draft token a^_i is accepted if its distance D from the verification
+model's token a_i is at most the relaxation threshold r (eq. 5). r = 9, or 5 for LIBERO-Long. What
+is kept is the draft, not a_i.
+
+Drafts: the head's tree of 5 levels with 8 branches, of which the 49 likeliest drafts stay, all
+levels in every round. Nothing is drafted in the prefill.
 
 As its code does, the head drafts over all tokens, distances are of raw token ids, and any id of an
-action may be relaxed. Its own loop (`loop=published`) stops only when it has seen a token behind
-the action: a draft may be the seventh token, and where the bonus is the seventh one more pass runs.
-Ours (`loop=lean`) stops at the seventh token, whichever it is.
+action may be relaxed. Of equally long paths the first leaf's wins (`ties=first-row`, because its
+code has a row for each leaf) or the one with the smallest sum of distances (`ties=closest`). Its
+own loop (`loop=published`) stops only when it has seen a token behind the action: a draft may be
+the seventh token, and where the bonus is the seventh one more pass runs. Ours (`loop=lean`) stops
+at the seventh token, whichever it is.
 
-Left out: the published code gives the nodes of a head's tree wrong positions. Here they are right;
-`--draft-rope published` and `--draft-key-mask prefix-only` play published heads as they were
-trained.
+Left out: two slips of the published code. It gives the nodes of a head's tree wrong positions; here
+they are right, and `--draft-rope published` and `--draft-key-mask prefix-only` play published heads
+as they were trained. Where it commits an eighth token it executes the last seven; here the action
+is the first seven. Also left out: the speed-up beside its own plain loop, which runs a pass more
+than is needed.
 
 Numbers: docs/results.md, "The papers' methods on one engine" and docs/results/spec_vla.md.
 """
@@ -63,12 +68,12 @@ class WithinIds(LocalRule):
         """The published loop ends when it has seen a token behind the action."""
         return 1 if self.loop == "published" else 0
 
-    def best_path(self, judged: JudgedTree, stands: list[bool]) -> list[int]:
+    def best_path(self, judged: JudgedTree, accepted: list[bool]) -> list[int]:
         """The longest by this loop; of equally long ones that by `ties`."""
         tree, is_published = judged.tree, self.loop == "published"
-        longest = judged.longest(stands if is_published else judged.within_answer(stands))
+        longest = judged.longest(accepted if is_published else judged.within_answer(accepted))
         if self.ties == "closest":
-            best = min(longest, key=lambda node: judged.distance_to(node, stands))
+            best = min(longest, key=lambda node: judged.distance_to(node, accepted))
         else:
             leaves = first_leaves(tree)
             best = min(longest, key=lambda node: leaves[node])

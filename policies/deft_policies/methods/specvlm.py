@@ -1,9 +1,12 @@
-"""SpecVLM: a tree from a model that looks at a tenth of the image patches.
+"""SpecVLM (EMNLP 2025): a tree from a model that looks at a tenth of the image patches.
 
-The draft model sees the same prompt with 90 % of its patches left out, and drafts EAGLE-1's static
-tree of 25 drafts. A draft is accepted where it is the target's own token.
+A draft is accepted where it is the target's own token. The draft model sees the same prompt with
+90 % of its patches left out.
 
-Left out: the paper chooses the patches by the target's attention. Here they are spread evenly.
+Drafts: EAGLE-1's static tree of 25.
+
+Left out: the choice of patches by the target's attention; here they are spread evenly. And videos,
+whose many frames are what the paper prunes.
 
 Numbers: none: no small VLA is published to draft with.
 """

@@ -1,11 +1,13 @@
 """Token Recycling (Luo et al. 2025): a tree of what the target last said after the same tokens.
 
 A table holds, for every token, what the target predicted to come next when it last saw that token,
-candidates that were rejected included. A tree of EAGLE-1's shape is read off it. A draft is
-accepted where it is the target's own token.
+candidates that were rejected included. A draft is accepted where it is the target's own token.
 
-The table is of action tokens alone. It begins with the session's actions and ends with the answer,
-so that the same session drafts the same on any machine.
+Drafts: a tree of EAGLE-1's shape, read off the table.
+
+Left out: the table over the whole vocabulary that outlives an answer. Here it is of action tokens
+alone, begins with the session's actions and ends with the answer, so that the same session drafts
+the same on any machine. Nor is the paper's own tree shape here.
 
 Numbers: docs/results/methods.md.
 """
@@ -57,11 +59,11 @@ class TokenRecycling(ModelSource):
         found = logits[:, self._tokens.columns].log_softmax(dim=1).cpu().numpy()
         fresh: dict[int, NDArray[np.float32]] = {}
         for token, row in zip(sequence.last.tree.tokens, found, strict=True):
-            place = token - self._tokens.first
-            if 0 <= place < len(self._tokens):
-                fresh[place] = np.maximum(fresh[place], row) if place in fresh else row
-        for place, row in fresh.items():
-            table[place] = row
+            index = token - self._tokens.first
+            if 0 <= index < len(self._tokens):
+                fresh[index] = np.maximum(fresh[index], row) if index in fresh else row
+        for index, row in fresh.items():
+            table[index] = row
 
     def draft_all(self, sequences: Items[Sequence]) -> list[Guesses]:
         """Read a tree off each table."""

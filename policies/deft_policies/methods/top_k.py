@@ -3,8 +3,10 @@
 d is accepted if it is among the k likeliest action tokens of the target, k = 5. It knows odds and
 no distances: a likely token may lie at the other end of the range.
 
-Left out: the paper also bounds how much less likely than the best a draft may be; that is
-`near-top`.
+Drafts: as `within-bins`.
+
+Left out: the paper's own drafter, and its bound on how much less likely than the best a draft may
+be, which is `near-top`.
 
 Numbers: docs/results/methods.md.
 """

@@ -3,6 +3,11 @@
 |d - t| <= r with both d and t action tokens: Spec-VLA's eq. 5 as one would write it. `radius` is
 r.
 
+Drafts: as `lossless`, with one fixed plan: a relaxed answer must not depend on a timing.
+
+Left out of Spec-VLA: raw ids of the whole vocabulary, the first leaf as the tie-break, its loop and
+its full-depth tree. `spec-vla` has them.
+
 Numbers: docs/results/methods.md.
 """
 

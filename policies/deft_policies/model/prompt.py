@@ -89,8 +89,8 @@ class PromptEncoder:
 
         Unlike in `decode`'s, a byte is a character.
         """
-        told = ["".join(self._pieces([one])).replace(BLANK_PIECE, " ") for one in ids]
-        words = [_BYTE.sub(lambda found: chr(int(found[1], 16)), one) for one in told]
+        pieces = ["".join(self._pieces([one])).replace(BLANK_PIECE, " ") for one in ids]
+        words = [_BYTE.sub(lambda found: chr(int(found[1], 16)), one) for one in pieces]
         return "".join(words), [len(one) for one in words]
 
     def find_piece(self, piece: str) -> int:

@@ -45,6 +45,9 @@ class TokenRange:
     def __len__(self) -> int:
         return self.last - self.first + 1
 
+    def __contains__(self, token: int) -> bool:
+        return self.first <= token <= self.last
+
     def contains(self, tokens: Tensor) -> Tensor:
         """True, elementwise, for the ids inside the range."""
         return (self.first <= tokens) & (tokens <= self.last)

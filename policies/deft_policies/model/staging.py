@@ -1,6 +1,4 @@
-"""Memory of the host: values on their way to the device without the host waiting for what it is at
-work on, and what passes on a CPU work with.
-"""
+"""Memory of the host: copies to the device that need no waiting, and what a CPU's passes free."""
 
 from collections.abc import Sequence
 

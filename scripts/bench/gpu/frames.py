@@ -10,7 +10,7 @@ import torch
 
 from deft_core.measures.statistics import percentiles
 from deft_core.types import ActOptions
-from deft_policies.base import ActRequest
+from deft_policies.base import PolicyRequest
 from deft_policies.benchmark.replay import Contender, Replay, ReplayFrame, replay
 from deft_policies.benchmark.transformers_loops import BaselineLoop, TransformersPolicy
 from deft_policies.decoding.methods import find_method
@@ -142,7 +142,7 @@ def batches(setting: Setting) -> Iterator[Row]:
         mixes["mixed"] = [names[index % len(names)] for index in range(count)]
         for what, methods in mixes.items():
             batch = [
-                ActRequest(frame.observation, SessionMemory(), ActOptions(decoding=method))
+                PolicyRequest(frame.observation, SessionMemory(), ActOptions(decoding=method))
                 for frame, method in zip(seen, methods, strict=False)
             ]
             times = setting.milliseconds(lambda: policy.act(batch), repeats)  # noqa: B023

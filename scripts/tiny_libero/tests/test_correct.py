@@ -16,7 +16,7 @@ from deft_libero.simulator.environment import EnvironmentSettings, Frame, Libero
 from deft_libero.simulator.scene import Pose, Scene
 from deft_libero.simulator.suites import find_task
 from deft_policies import tiny_libero
-from deft_policies.base import ActAnswer, ActRequest
+from deft_policies.base import PolicyAnswer, PolicyRequest
 from deft_policies.constant import ConstantPolicy
 from deft_policies.errors import NoActionError
 from tests.demonstrations import write_demonstrations
@@ -109,7 +109,7 @@ class Speechless:
     def __init__(self) -> None:
         self.asked: list[ActOptions] = []
 
-    def act(self, requests: Sequence[ActRequest]) -> list[ActAnswer]:
+    def act(self, requests: Sequence[PolicyRequest]) -> list[PolicyAnswer]:
         self.asked += [one.options for one in requests]
         (answer,) = POLICY.act(requests)
         return [replace(answer, error=NoActionError("the text did not end"))]

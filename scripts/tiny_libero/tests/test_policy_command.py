@@ -16,7 +16,7 @@ from deft_core.datasets.demonstrations import (
 )
 from deft_core.types import Observation
 from deft_draft_training.errors import ConfigError, DataError
-from deft_policies.base import ActRequest
+from deft_policies.base import PolicyRequest
 from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
 from tests.demonstrations import INSTRUCTIONS, write_demonstrations
@@ -70,7 +70,7 @@ def test_a_new_task_joins_without_a_change_of_tokens(demos: Path, of_a_new_task:
     policy = load_policy(options)
     assert policy.info.instructions == ("lift the milk, quick", *sorted(INSTRUCTIONS))
     assert policy.info.assets == "none"
-    (answer,) = policy.act([ActRequest(frame)])
+    (answer,) = policy.act([PolicyRequest(frame)])
     chunk = answer.chunk
     assert chunk.actions.shape == (1, 7)
 

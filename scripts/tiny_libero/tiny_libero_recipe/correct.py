@@ -26,7 +26,7 @@ from deft_libero.errors import SelectionError, SimulationError
 from deft_libero.simulator.conventions import CLOSE, METRES_PER_UNIT, OPEN
 from deft_libero.simulator.environment import Frame
 from deft_libero.simulator.scene import Scene
-from deft_policies.base import ActRequest, Policy
+from deft_policies.base import Policy, PolicyRequest
 from deft_policies.checkpoint.config import load_config
 from deft_policies.errors import PolicyError
 from deft_policies.families.loading import load_policy
@@ -98,7 +98,7 @@ class Learner:
     def _ask(self, frame: Frame) -> bool:
         """Get the next rows; whether the text held actions."""
         observation = Observation(frame.image, self._instruction)
-        (found,) = self._policy.act([ActRequest(observation, self._memory, self._options)])
+        (found,) = self._policy.act([PolicyRequest(observation, self._memory, self._options)])
         self._memory = found.memory
         if found.error is not None:
             return False

@@ -30,7 +30,7 @@ from deft_core.errors import DeftError
 from deft_core.image_chain import ImageChain
 from deft_core.program import CommandParser
 from deft_core.types import ActOptions
-from deft_policies.base import ActRequest, Finding, LimitedPolicy, Policy, Verdict
+from deft_policies.base import Finding, Policy, PolicyRequest, Verdict
 from deft_policies.commands.parse import PolicyCommand
 from deft_policies.conformance.report import check_report
 from deft_policies.errors import PolicyError
@@ -189,13 +189,13 @@ def examine_chains(command: PolicyCommand, data: Path, cameras: Sequence[str]) -
     if chosen is not ImageChain.NONE:
         raw = Namespace(**{**vars(given), "image_chain": ImageChain.NONE.value})
         policy = replace(command, namespace=raw).load()
-    if not isinstance(policy, LimitedPolicy):
+    limits = policy.action_limits(given.statistics_key)
+    if limits is None:
         raise PolicyError(f"{given.policy} does not say which actions it can answer")
     steps = list(islice(read_steps(data, cameras), 0, NUM_FRAMES * EVERY, EVERY))
     if len(steps) < 2:
         raise PolicyError(f"{data}: a demonstration of 8 steps or more is needed")
     done = np.stack([step.actions[0] for step in steps])
-    limits = policy.action_limits(given.statistics_key)
     if done.shape[1] != len(limits.low):
         raise PolicyError(f"{data}: actions have {done.shape[1]} numbers, not {len(limits.low)}")
     width = np.maximum(limits.high - limits.low, 1e-9)
@@ -222,7 +222,7 @@ def answer_through(
         cameras = {name: chain.apply(image, size) for name, image in seen.cameras.items()}
         shown = replace(seen, image=chain.apply(seen.image, size), cameras=cameras)
         options = ActOptions(statistics_key=step.statistics_key)
-        (answer,) = policy.act([ActRequest(shown, SessionMemory(), options)])
+        (answer,) = policy.act([PolicyRequest(shown, SessionMemory(), options)])
         actions.append(answer.chunk.actions[0])
     return np.stack(actions)
 

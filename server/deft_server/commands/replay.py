@@ -24,7 +24,7 @@ from deft_core.methods import with_knobs
 from deft_core.program import CommandParser
 from deft_core.recordings import RecordedStep, StepReader
 from deft_core.types import ActionChunk, ActOptions, Observation
-from deft_policies.base import ActRequest, Policy
+from deft_policies.base import Policy, PolicyRequest
 from deft_policies.commands.parse import parse_command, run_command, target_flags
 from deft_policies.errors import PolicyError
 from deft_policies.memory import SessionMemory
@@ -134,7 +134,7 @@ def replay(
             options = _options(step, with_recorded_options)
             if not policy.info.thinks_when_asked:
                 options = replace(options, want_reasoning=True)
-            request = ActRequest(step.observation, memory, options)
+            request = PolicyRequest(step.observation, memory, options)
             policy.check(request.observation, options)
             started_s = time.perf_counter()
             (answer,) = policy.act([request])

@@ -14,7 +14,7 @@ from functools import partial
 from textwrap import shorten
 from typing import Protocol
 
-from deft_policies.base import ActRequest
+from deft_policies.base import PolicyRequest
 from deft_policies.errors import PolicyError
 from deft_server.errors import NotReadyError
 from deft_server.replicas.replica import FrontState, ReplicaAnswer
@@ -49,7 +49,7 @@ class Cluster(Protocol):
     async def look(self) -> tuple[str, HostedPolicy]:
         """Ask a replica for the version of its policy, and what a server has to know of it."""
 
-    async def answer(self, ask: ActRequest, state: FrontState) -> ReplicaAnswer:
+    async def answer(self, ask: PolicyRequest, state: FrontState) -> ReplicaAnswer:
         """Have a replica that has a place answer a frame, or raise `ReplicaLostError`.
 
         Cancelling the call has the replica drop the frame.

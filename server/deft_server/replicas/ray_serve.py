@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from deft_policies.base import ActRequest
+from deft_policies.base import PolicyRequest
 from deft_server.errors import NotReadyError
 from deft_server.replicas.front import ReplicaHangsError, ReplicaLostError
 from deft_server.replicas.replica import Backlogs, FrontState, Replica, ReplicaAnswer
@@ -60,7 +60,7 @@ class PolicyReplica:
         """Return the version of the policy, and what a server has to know of it."""
         return self._replica.version, self._replica.facts
 
-    async def answer(self, ask: ActRequest, state: FrontState) -> ReplicaAnswer:
+    async def answer(self, ask: PolicyRequest, state: FrontState) -> ReplicaAnswer:
         """Answer a frame, in the same rounds as those that are here."""
         self._backlogs.note(state, time.monotonic())
         return await self._replica.answer(ask, state)
@@ -145,7 +145,7 @@ class RayCluster:
             raise ReplicaLostError(_first_line(error)) from error
         return found
 
-    async def answer(self, ask: ActRequest, state: FrontState) -> ReplicaAnswer:
+    async def answer(self, ask: PolicyRequest, state: FrontState) -> ReplicaAnswer:
         """Have a replica that has a place answer, however long it takes: hangs end the replica."""
         began_s = time.monotonic()
         response = self._handle.answer.remote(ask, state)

@@ -10,7 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from deft_policies.base import ActAnswer, ActRequest
+from deft_policies.base import PolicyAnswer, PolicyRequest
 from deft_policies.errors import DeviceError, RequestError
 from deft_server.errors import DeadlineError, PolicyFailedError
 from deft_server.serving.frame import Failure, Outcome, QueuedFrame
@@ -62,7 +62,7 @@ class ReplicaAnswer:
 
     replica: str
     version: str
-    answer: ActAnswer | tuple[type[Exception], tuple[str, ...]]
+    answer: PolicyAnswer | tuple[type[Exception], tuple[str, ...]]
     failures: list[Failure]
     policy: HostedPolicy | None = None
     size: int = 1  # the most frames that were answered together with this one
@@ -70,7 +70,7 @@ class ReplicaAnswer:
 
     def unpacked(self) -> Outcome:
         """Return the answer as the scheduler knows it."""
-        if isinstance(self.answer, ActAnswer):
+        if isinstance(self.answer, PolicyAnswer):
             return self.answer
         kind, arguments = self.answer
         return kind(*arguments)
@@ -104,7 +104,7 @@ class Replica:
         """How many frames are here."""
         return len(self._ended)
 
-    async def answer(self, ask: ActRequest, state: FrontState) -> ReplicaAnswer:
+    async def answer(self, ask: PolicyRequest, state: FrontState) -> ReplicaAnswer:
         """Answer a frame, in the same rounds as all that are here."""
         now_s = time.monotonic()
         session = RobotSession("", None, now_s, ask.memory)  # the front keeps the robot's
@@ -156,9 +156,9 @@ class Replica:
             self.busy_since_s = self._playing = None
 
 
-def _pack(outcome: Outcome) -> ActAnswer | tuple[type[Exception], tuple[str, ...]]:
+def _pack(outcome: Outcome) -> PolicyAnswer | tuple[type[Exception], tuple[str, ...]]:
     """Return what can travel: a failure of the frame, the device or the clock, or the policy."""
-    if isinstance(outcome, ActAnswer):
+    if isinstance(outcome, PolicyAnswer):
         return outcome
     if isinstance(outcome, RequestError):
         return RequestError, (outcome.field, str(outcome))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from deft_core.types import ActOptions, Observation
-from deft_policies.base import ActAnswer, ActRequest, OnActions
+from deft_policies.base import OnActions, PolicyAnswer, PolicyRequest
 from deft_server.serving.sessions import RobotSession
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Why a call of the policy did not answer; "lost" means that the replica did not come back.
 Failure = Literal["raised", "device", "request", "lost"]
-Outcome = ActAnswer | Exception
+Outcome = PolicyAnswer | Exception
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ class QueuedFrame:
     answered_by: "HostedPolicy | None" = None  # a replica may serve another than the front
 
     @property
-    def policy_request(self) -> ActRequest:
+    def policy_request(self) -> PolicyRequest:
         """The request to the policy, with the session's memory as it is now.
 
         Read it when the frame goes to the policy: the frame before it may change the memory.
         """
-        return ActRequest(self.observation, self.session.memory, self.options, self.on_actions)
+        return PolicyRequest(self.observation, self.session.memory, self.options, self.on_actions)
 
     @property
     def is_session(self) -> bool:

@@ -16,7 +16,7 @@ from threading import Thread
 from typing import Protocol
 
 from deft_core.types import ActOptions, Observation, ServerInfo
-from deft_policies.base import ActionLimits, LimitedPolicy, Policy, SteppedPolicy
+from deft_policies.base import ActionLimits, Policy
 from deft_policies.errors import PolicyError
 from deft_policies.model.statistics import find_statistics_key
 from deft_policies.progress import describe_progress
@@ -39,10 +39,9 @@ class HostedPolicy:
     @staticmethod
     def of(policy: Policy) -> "HostedPolicy":
         """A policy of this process."""
-        limits = {}
-        if isinstance(policy, LimitedPolicy):
-            limits = {key: policy.action_limits(key) for key in policy.info.statistics_keys}
-        return HostedPolicy(policy.info, limits, isinstance(policy, SteppedPolicy), policy)
+        known = {key: policy.action_limits(key) for key in policy.info.statistics_keys}
+        limits = {key: one for key, one in known.items() if one is not None}
+        return HostedPolicy(policy.info, limits, policy.joins_midway, policy)
 
     def check(self, observation: Observation, options: ActOptions) -> None:
         """Raise `RequestError` for what is known beforehand to have no answer.

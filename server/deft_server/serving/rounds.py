@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from deft_policies.base import ActAnswer, Policy, Running, stepped
+from deft_policies.base import Policy, PolicyAnswer, Running
 from deft_policies.errors import DeviceError, RequestError
 from deft_server.errors import PolicyFailedError
 from deft_server.serving.frame import FailedCall, Failure, Outcome, QueuedFrame
@@ -28,7 +28,7 @@ class Rounds:
     """
 
     def __init__(self, policy: Policy) -> None:
-        self._policy = stepped(policy)
+        self._policy = policy
         self._running: dict[Running, QueuedFrame] = {}
         self._joining: list[QueuedFrame] = []  # start in the next round that is no retry's
         self._retries: list[QueuedFrame] = []  # wait to be tried again
@@ -194,9 +194,9 @@ def _retry_order(frame: QueuedFrame) -> tuple[bool, bool, float]:
 def _record_outcome(row: Running, frame: QueuedFrame) -> list[FailedCall]:
     """Store a row's answer or error in its frame; return the failure, if any."""
     error: Exception | None = row.error
-    if error is None and not isinstance(row.answer, ActAnswer):
+    if error is None and not isinstance(row.answer, PolicyAnswer):
         kind = type(row.answer).__name__
-        error = PolicyFailedError(f"the policy answered with {kind}; ActAnswer was expected")
+        error = PolicyFailedError(f"the policy answered with {kind}; PolicyAnswer was expected")
     if error is None:
         frame.outcome = row.answer
         return []

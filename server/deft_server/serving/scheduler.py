@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from deft_core.types import ActionChunk
-from deft_policies.base import ActAnswer
+from deft_policies.base import PolicyAnswer
 from deft_server.errors import DeadlineError, NotReadyError, SupersededFrameError
 from deft_server.serving.frame import FailedCall, Outcome, QueuedFrame
 from deft_server.serving.hang_watch import HangWatch
@@ -255,7 +255,7 @@ class Scheduler:
         self._admission.limit_batches(failures)
         if self._admission.max_batch != before:
             logger.warning("batches now have at most %d frames", self._admission.max_batch)
-        has_answered = any(isinstance(one.outcome, ActAnswer) for one in ended)
+        has_answered = any(isinstance(one.outcome, PolicyAnswer) for one in ended)
         # A batch counts once, however many of its frames fail again.
         has_failed = any(one.kind in ("raised", "device") and not one.is_retry for one in failures)
         if has_answered or has_failed:

@@ -19,8 +19,8 @@ from deft_policies.benchmark.roofline import (
 )
 from deft_policies.families.loading import load_policy
 from deft_policies.families.oft.model import Oft
+from deft_policies.families.oft.policy import OftPolicy
 from deft_policies.families.options import ModelOptions
-from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.formats import Precision
 from deft_policies.model.random_weights import openvla_7b
 from deft_server.__main__ import main as deft
@@ -31,7 +31,7 @@ RATES = DeviceRates(4.3e12, 790e12, "an H200")
 
 
 @pytest.fixture(scope="module", params=["l1_2img_proprio", "discrete", "film_2img_proprio"])
-def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> VlaPolicy:
+def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OftPolicy:
     variant = golden_oft.variants()[request.param]
     return load_policy(
         ModelOptions(
@@ -58,7 +58,7 @@ def test_a_module_is_read_once_and_multiplied_for_every_input() -> None:
     assert module_cost(None, 5, BF16) == Cost(0.0, 0.0)
 
 
-def test_a_pass_is_as_long_as_the_sequence_that_the_model_runs(policy: VlaPolicy) -> None:
+def test_a_pass_is_as_long_as_the_sequence_that_the_model_runs(policy: OftPolicy) -> None:
     assert isinstance(policy.model, Oft)
     model = policy.model
     frame = ReplayFrame(policy.model.complete(generate_frames(1)[0].observation), "episode")
@@ -76,7 +76,7 @@ def test_a_pass_is_as_long_as_the_sequence_that_the_model_runs(policy: VlaPolicy
     ]
 
 
-def test_towers_see_every_picture_of_every_robot(policy: VlaPolicy) -> None:
+def test_towers_see_every_picture_of_every_robot(policy: OftPolicy) -> None:
     assert isinstance(policy.model, Oft)
     model = policy.model
     weights = WeightBytes(4.0, 4.0)

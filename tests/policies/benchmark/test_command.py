@@ -22,7 +22,7 @@ from deft_core.types import (
     PassTrace,
     StageTimings,
 )
-from deft_policies.base import ActAnswer, ActRequest
+from deft_policies.base import PolicyAnswer, PolicyRequest
 from deft_policies.benchmark.audit import (
     audit,
     check_equal,
@@ -163,7 +163,7 @@ def test_a_head_with_which_nothing_was_faster_is_not_served() -> None:
 
 def test_an_interrupted_bench_keeps_the_frames_that_all_have_answered() -> None:
     class Stopped(ConstantPolicy):
-        def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
+        def act(self, batch: Sequence[PolicyRequest]) -> list[PolicyAnswer]:
             if batch[0].observation.instruction == "stop":
                 raise KeyboardInterrupt
             return super().act(batch)
@@ -376,7 +376,7 @@ def test_contenders_take_turns_and_frames_of_one_episode_share_a_session() -> No
     class Noting(ConstantPolicy):
         name = ""
 
-        def act(self, batch: object) -> list[ActAnswer]:
+        def act(self, batch: object) -> list[PolicyAnswer]:
             assert isinstance(batch, list)
             seen.append((self.name, len(batch), batch[0].memory.num_steps))
             answers = super().act(batch)

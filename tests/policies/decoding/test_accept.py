@@ -8,7 +8,7 @@ import torch
 
 from deft_policies.decoding.accept import accept
 from deft_policies.decoding.acceptance.rule import AcceptanceRule, ActionSpace, ExactMatch
-from deft_policies.decoding.sequence import AnswerSpec, Found
+from deft_policies.decoding.sequence import AnswerSpec, PassResult
 from deft_policies.decoding.tree import Branches, DraftTree, merge
 from deft_policies.methods.spec_vla import WithinIds
 from deft_policies.methods.top_k import TopK
@@ -117,7 +117,7 @@ def test_no_draft_of_the_stop_token_is_committed(rule: AcceptanceRule) -> None:
 
 def test_a_tree_without_guesses_yields_the_targets_own_token() -> None:
     case = random_case(5)
-    found = Found(case.answer.number, [4], [4], is_finite=True)
+    found = PassResult(case.answer.number, [4], [4], is_finite=True)
     assert accept(case.answer, DraftTree.of_committed([1]), found) == ([0], 4)
 
 
@@ -128,7 +128,7 @@ def test_committed_tokens_that_a_pass_caches_stay_on_the_path() -> None:
     case = random_case(5)
     case.answer.tokens = case.answer.target_tokens = []
     said = [1, 2, 10, 5, 6, 7]
-    found = Found(case.answer.number, said, said, is_finite=True)
+    found = PassResult(case.answer.number, said, said, is_finite=True)
     assert accept(case.answer, tree, found) == ([0, 1, 2, 3], 5)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from deft_core.types import ActOptions, Observation
-from deft_policies.base import ActRequest
+from deft_policies.base import PolicyRequest
 from deft_policies.decoding import kinds
 from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.plan import KeyMask, RopeOffset, TreeShape
@@ -78,7 +78,7 @@ def method_asked_for(policy: VlaPolicy, options: ActOptions) -> str:
     traces = []
     memory = SessionMemory()
     for _ in range(2):
-        request = ActRequest(Observation(image, "lift it"), memory, options)
+        request = PolicyRequest(Observation(image, "lift it"), memory, options)
         (answer,) = policy.act([request])
         memory, trace = answer.memory, answer.chunk.trace
         assert trace is not None

@@ -21,7 +21,7 @@ from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import Plan, TreeShape
 from deft_policies.decoding.planner import DraftModels
 from deft_policies.decoding.read import Reading
-from deft_policies.decoding.sequence import AnswerSpec, Found
+from deft_policies.decoding.sequence import AnswerSpec, PassResult
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.target import Prompt, Scores, Target
 from deft_policies.decoding.tree import Branches, DraftTree
@@ -54,16 +54,16 @@ class ScriptedReading(Reading):
         super().__init__(sequences, trees, scores)
         self._what = list(zip(sequences, trees, strict=True))
 
-    def finish(self) -> list[Found]:
+    def finish(self) -> list[PassResult]:
         type(self).num_reads += 1
         return [self._found(sequence, tree) for sequence, tree in self._what]
 
-    def _found(self, sequence: Answer, tree: DraftTree) -> Found:
+    def _found(self, sequence: Answer, tree: DraftTree) -> PassResult:
         wanted = [40] * tree.num_nodes
         asks = isinstance(sequence.method.rule, (DeviceRule, TreeRule))
         judged = [0.0] * tree.num_nodes * (asks and tree.has_guesses)
         chosen = (tree.root, 40) if tree.odds is not None else None
-        return Found(sequence.number, wanted, wanted, True, [], judged, chosen)
+        return PassResult(sequence.number, wanted, wanted, True, [], judged, chosen)
 
 
 def meta_target() -> Target:

@@ -21,7 +21,7 @@ from deft_policies.decoding.kinds import OUR_KINDS
 from deft_policies.decoding.methods import Method, find_method
 from deft_policies.decoding.plan import Plan, TreeShape
 from deft_policies.decoding.planner import DraftModels
-from deft_policies.decoding.sequence import Found
+from deft_policies.decoding.sequence import PassResult
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.target import PassRow, Prompt, Scores, Target
 from deft_policies.decoding.tree import DraftTree
@@ -237,16 +237,16 @@ class KeepsInTurnTarget(Target):
         return KeepsInTurn(self.decoder.sizes, self.decoder.embedding.weight)
 
 
-Accept = Callable[[Answer, DraftTree, Found], tuple[list[int], int]]
+Accept = Callable[[Answer, DraftTree, PassResult], tuple[list[int], int]]
 
 
-def wrong_bonus(sequence: Answer, tree: DraftTree, found: Found) -> tuple[list[int], int]:
+def wrong_bonus(sequence: Answer, tree: DraftTree, found: PassResult) -> tuple[list[int], int]:
     """Takes the root's prediction for the bonus, wherever the path ends."""
     path, _ = accept(sequence, tree, found)
     return path, found.predictions[tree.root]
 
 
-def one_more(sequence: Answer, tree: DraftTree, found: Found) -> tuple[list[int], int]:
+def one_more(sequence: Answer, tree: DraftTree, found: PassResult) -> tuple[list[int], int]:
     """Keeps one draft more than was accepted, where there is one."""
     path, bonus = accept(sequence, tree, found)
     child = next(
@@ -257,7 +257,7 @@ def one_more(sequence: Answer, tree: DraftTree, found: Found) -> tuple[list[int]
     return [*path, child], found.predictions[child]
 
 
-def own_prediction(sequence: Answer, tree: DraftTree, found: Found) -> tuple[list[int], int]:
+def own_prediction(sequence: Answer, tree: DraftTree, found: PassResult) -> tuple[list[int], int]:
     """A node judged by what is predicted after it instead of in its place: off by one."""
     shifted = list(found.predictions)
     for node in range(tree.root + 1, tree.num_nodes):
@@ -266,7 +266,7 @@ def own_prediction(sequence: Answer, tree: DraftTree, found: Found) -> tuple[lis
     return path, accept(sequence, tree, found)[1]
 
 
-def through_rejected(sequence: Answer, tree: DraftTree, found: Found) -> tuple[list[int], int]:
+def through_rejected(sequence: Answer, tree: DraftTree, found: PassResult) -> tuple[list[int], int]:
     """Walks on through a rejected parent."""
     fine = [
         node

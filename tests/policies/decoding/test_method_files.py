@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -34,13 +35,13 @@ print(json.dumps([methods, rules, source_kinds(), told, broken_plugins()]))
 SERVE = """
 import numpy as np
 from deft_core.types import Observation
-from deft_policies.base import ActRequest
+from deft_policies.base import PolicyRequest
 from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
 policy = load_policy(ModelOptions(random_weights="small", decoding="autoregressive"))
 policy.warm_up()
 image = np.zeros((28, 28, 3), dtype=np.uint8)
-chunk = policy.act([ActRequest(Observation(image, "lift it"))])[0].chunk
+chunk = policy.act([PolicyRequest(Observation(image, "lift it"))])[0].chunk
 print(policy.info.decoding_methods, len(chunk.actions))
 """
 
@@ -112,3 +113,13 @@ def test_no_two_files_hold_the_same_name() -> None:
         found = [key for one in method_files().values() for key in getattr(one, table, {})]
         assert len(found) == len(set(found)) == len(from_files(table))
     assert AUTOREGRESSIVE in presets()
+
+
+@pytest.mark.parametrize("name", sorted(method_files()))
+def test_a_file_says_what_was_left_out_and_where_the_numbers_are(name: str) -> None:
+    _, *words = (method_files()[name].__doc__ or "").split("\n\n")
+    for label in ("Left out", "Numbers: "):
+        found = [one for one in words if one.startswith(label)]
+        assert len(found) == 1, f"{name} has {len(found)} paragraphs that begin with {label!r}"
+    for page in re.findall(r"docs/[\w/-]+\.md", words[-1]):
+        assert (ROOT / page).is_file(), page

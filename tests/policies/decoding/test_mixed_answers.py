@@ -12,7 +12,7 @@ import torch
 
 from deft_policies.decoding.engine import Engine
 from deft_policies.decoding.read import Reading
-from deft_policies.decoding.sequence import Found
+from deft_policies.decoding.sequence import PassResult
 from deft_policies.decoding.target import PassRow, Scores, Target
 from deft_policies.errors import MixedAnswersError
 from tests.policies.decoding.scripts import clock
@@ -58,7 +58,7 @@ def in_read(patch: pytest.MonkeyPatch) -> None:
     """What was read of rows changes places."""
     finish = Reading.finish
 
-    def wrong(self: Reading) -> list[Found]:
+    def wrong(self: Reading) -> list[PassResult]:
         return swapped(finish(self))
 
     patch.setattr(Reading, "finish", wrong)

@@ -12,7 +12,7 @@ import torch
 
 from deft_policies.decoding.engine import Engine
 from deft_policies.decoding.read import Reading
-from deft_policies.decoding.sequence import Found
+from deft_policies.decoding.sequence import PassResult
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.target import PassRow, Prompt, Scores, Target
 from deft_policies.decoding.tree import DraftTree
@@ -59,7 +59,7 @@ def keeps_the_nodes_of_a_neighbour(patch: pytest.MonkeyPatch) -> None:
 def reads_what_was_found_of_a_neighbour(patch: pytest.MonkeyPatch) -> None:
     finish = Reading.finish
 
-    def wrong(self: Reading) -> list[Found]:
+    def wrong(self: Reading) -> list[PassResult]:
         found = finish(self)
         mixed = swapped(found)
         same = [len(a.predictions) == len(b.predictions) for a, b in zip(found, mixed, strict=True)]

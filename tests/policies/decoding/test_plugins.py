@@ -25,7 +25,7 @@ from deft_client.client import PolicyClient
 from deft_core.errors import UsageError
 from deft_core.methods import read_method, tomllib, with_knobs
 from deft_core.types import ActOptions, DecodeTrace, Observation
-from deft_policies.base import ActRequest, Verdict
+from deft_policies.base import PolicyRequest, Verdict
 from deft_policies.decoding.acceptance import rule as rule_module
 from deft_policies.decoding.acceptance.rule import (
     AcceptanceRule,
@@ -417,9 +417,9 @@ SLOW = ActOptions(decoding="lossless:drafts=slow+previous")
 PLAIN = ActOptions(decoding="autoregressive")
 
 
-def asked(number: int = 0, options: ActOptions = SLOW) -> ActRequest:
+def asked(number: int = 0, options: ActOptions = SLOW) -> PolicyRequest:
     image = np.random.default_rng(number).integers(0, 256, (28, 28, 3), dtype=np.uint8)
-    return ActRequest(Observation(image, "lift it"), options=options)
+    return PolicyRequest(Observation(image, "lift it"), options=options)
 
 
 def test_a_source_is_made_once_by_whoever_decodes_and_not_by_a_check(place: Path) -> None:
@@ -510,7 +510,7 @@ def test_a_broken_plugin_fails_who_names_it_and_no_neighbour(
 
 @pytest.mark.parametrize("path", ["[]", "[0] * 60", "None"])
 def test_a_plugin_cannot_commit_what_is_no_path_of_the_answer(place: Path, path: str) -> None:
-    add_rule(place, field=f"best_path = lambda self, judged, stands: {path}")
+    add_rule(place, field=f"best_path = lambda self, judged, accepted: {path}")
     assert "plugin mass-robot (mass_rule:Rule): " in fails_alone("mass:drafts=previous")
 
 

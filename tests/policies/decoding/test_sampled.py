@@ -21,7 +21,7 @@ from deft_policies.decoding.sampling import (
     target_odds,
     uniform,
 )
-from deft_policies.decoding.sequence import AnswerSpec, Found
+from deft_policies.decoding.sequence import AnswerSpec, PassResult
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.tree import Branches, DraftTree, merge
 from deft_policies.errors import RequestError
@@ -97,7 +97,7 @@ def judged(answer: Answer, tree: DraftTree, logits: torch.Tensor) -> tuple[list[
         node, bonus = ratio_test(answer, tree, logits).tolist()
         return tree.path_to(node), bonus
     said = draw_tokens(answer, tree, logits).tolist()
-    return accept(answer, tree, Found(answer.number, said, said, is_finite=True))
+    return accept(answer, tree, PassResult(answer.number, said, said, is_finite=True))
 
 
 def first_two(path: list[int], bonus: int, tree: DraftTree) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from deft_policies.decoding.acceptance.rule import (
 )
 from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.read import measure
-from deft_policies.decoding.sequence import AnswerSpec, Found
+from deft_policies.decoding.sequence import AnswerSpec, PassResult
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.memory import SessionMemory
@@ -62,14 +62,14 @@ class Case:
     def num_committed(self) -> int:
         return self.answer.count
 
-    def found(self, rule: AcceptanceRule) -> Found:
+    def found(self, rule: AcceptanceRule) -> PassResult:
         """What the host reads of the pass."""
         best, numbers = self.logits.argmax(dim=1), list[float]()
         if isinstance(rule, (DeviceRule, TreeRule)) and self.tree.has_guesses:
             measured = measure(rule, self.answer, self.tree, self.logits, self.hidden, best)
             numbers = [] if measured is None else measured.double().tolist()
         said: list[int] = best.tolist()
-        return Found(self.answer.number, said, said, is_finite=True, measured=numbers)
+        return PassResult(self.answer.number, said, said, is_finite=True, measured=numbers)
 
     def by(self, rule: AcceptanceRule) -> JudgedTree:
         """The tree as the rule sees it."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deft_core.types import ActionChunk, ActOptions, DecodeTrace, Observation
-from deft_policies.base import ActAnswer, ActRequest, Running
+from deft_policies.base import PolicyAnswer, PolicyRequest, Running
 from deft_policies.errors import CheckpointError, RequestError
 from deft_policies.families.loading import load_policy, open_model
 from deft_policies.families.options import ModelOptions
@@ -54,7 +54,7 @@ def alone(folder: Path) -> dict[bool, VlaPolicy]:
     }
 
 
-def request(number: int, thinks: bool, memory: SessionMemory | None = None) -> ActRequest:
+def request(number: int, thinks: bool, memory: SessionMemory | None = None) -> PolicyRequest:
     options = ActOptions(
         statistics_key=KEY,
         want_trace=True,
@@ -62,13 +62,13 @@ def request(number: int, thinks: bool, memory: SessionMemory | None = None) -> A
         max_tokens=SHORT if thinks else None,
     )
     picture = golden_ecot.picture(FRAMES[number]["image"])
-    return ActRequest(Observation(picture, INSTRUCTION), memory or SessionMemory(), options)
+    return PolicyRequest(Observation(picture, INSTRUCTION), memory or SessionMemory(), options)
 
 
 Said = tuple[list[float], tuple[int, ...], str | None]
 
 
-def said(answer: ActAnswer) -> Said:
+def said(answer: PolicyAnswer) -> Said:
     """What an answer is, however it was decoded."""
     chunk: ActionChunk = answer.chunk
     assert chunk.trace is not None
@@ -80,7 +80,7 @@ def plainly(alone: dict[bool, VlaPolicy], number: int, thinks: bool) -> Said:
     return said(answer)
 
 
-def trace_of(answer: ActAnswer) -> DecodeTrace:
+def trace_of(answer: PolicyAnswer) -> DecodeTrace:
     assert answer.chunk.trace is not None
     return answer.chunk.trace
 
@@ -131,7 +131,7 @@ def test_a_row_that_acts_is_not_held_up_by_a_row_that_thinks(both: VlaPolicy) ->
     rounds_until_it_ends(thinking)
 
 
-def unguarded(one: ActRequest) -> ActRequest:
+def unguarded(one: PolicyRequest) -> PolicyRequest:
     return replace(one, options=replace(one.options, decoding="lossless:guard=off"))
 
 
@@ -148,12 +148,12 @@ def test_each_kind_drafts_from_what_the_session_said_in_its_own_way(both: VlaPol
 def test_what_fails_to_begin_leaves_nothing_behind(both: VlaPolicy) -> None:
     with pytest.raises(RequestError, match="must be 1 to 1024"):
         both.act([request(0, False), asked_for(request(0, True), max_tokens=9999)])
-    assert not both._frames
+    assert not both._running
     (answer,) = both.act([request(0, False)])
     assert answer.error is None
 
 
-def asked_for(one: ActRequest, **changes: Any) -> ActRequest:
+def asked_for(one: PolicyRequest, **changes: Any) -> PolicyRequest:
     return replace(one, options=replace(one.options, **changes))
 
 
@@ -177,7 +177,7 @@ def test_warming_up_tries_both_ways(folder: Path, monkeypatch: pytest.MonkeyPatc
     policy = load_policy(options_of(folder))
     asked = list[bool]()
 
-    def act(batch: Sequence[ActRequest]) -> list[ActAnswer]:
+    def act(batch: Sequence[PolicyRequest]) -> list[PolicyAnswer]:
         asked.extend(one.options.want_reasoning for one in batch)
         return VlaPolicy.act(policy, batch)
 

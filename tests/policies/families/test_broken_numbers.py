@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from deft_core.types import ActOptions, DecodeTrace, Observation
-from deft_policies.base import ActRequest, Running
+from deft_policies.base import PolicyRequest, Running
 from deft_policies.decoding.planner import DraftModels
 from deft_policies.errors import NotFiniteError
 from deft_policies.families.loading import load_policy
@@ -47,17 +47,17 @@ def thinker(folder: Path) -> VlaPolicy:
     )
 
 
-def asked(number: int, method: str, num_words: int, max_tokens: int) -> ActRequest:
+def asked(number: int, method: str, num_words: int, max_tokens: int) -> PolicyRequest:
     """A frame of its own; more words make a longer prompt."""
     image = np.random.default_rng(number).integers(0, 256, (32, 32, 3), dtype=np.uint8)
     options = ActOptions(decoding=method, max_tokens=max_tokens, want_reasoning=True)
-    return ActRequest(Observation(image, "lift it " * num_words), options=options)
+    return PolicyRequest(Observation(image, "lift it " * num_words), options=options)
 
 
 @contextmanager
 def broken_words(policy: VlaPolicy, tokens: Collection[int]) -> Iterator[None]:
     """Meanwhile, whoever reads one of these tokens computes NaN."""
-    words = policy.token_model.network.decoder.embedding.weight.data
+    words = policy.model.network.decoder.embedding.weight.data
     whole = words[list(tokens)].clone()
     words[list(tokens)] = float("nan")
     try:
@@ -83,13 +83,13 @@ def trace_of(frame: Running) -> DecodeTrace:
     return frame.answer.chunk.trace
 
 
-def traces_of(policy: VlaPolicy, requests: Sequence[ActRequest]) -> list[DecodeTrace]:
+def traces_of(policy: VlaPolicy, requests: Sequence[PolicyRequest]) -> list[DecodeTrace]:
     frames = policy.start(requests)
     rounds_of(policy, frames)
     return [trace_of(frame) for frame in frames]
 
 
-def answers_of(policy: VlaPolicy, requests: Sequence[ActRequest]) -> list[tuple[int, ...]]:
+def answers_of(policy: VlaPolicy, requests: Sequence[PolicyRequest]) -> list[tuple[int, ...]]:
     return [one.tokens for one in traces_of(policy, requests)]
 
 
@@ -109,7 +109,7 @@ def test_a_text_ends_in_the_round_whose_numbers_are_not_finite(folder: Path, met
     assert trace_of(frames[1]).tokens == fine
 
 
-def of_many_lengths(method: str) -> list[ActRequest]:
+def of_many_lengths(method: str) -> list[PolicyRequest]:
     """As many as a batch has room for: what one leaves behind lies within another's reach."""
     return [asked(number, method, 1 + number, 40) for number in range(8)]
 
@@ -155,7 +155,7 @@ def test_a_head_drafts_after_broken_answers_as_it_did_before() -> None:
     """A head keeps keys of its own, made of hidden states: here of a prompt that is broken."""
     torch.manual_seed(0)
     head = EagleHead(head_sizes(32, 48, 4, 4, max_positions=256)).requires_grad_(False)
-    model = tiny_policy().token_model
+    model = tiny_policy().model
     assert isinstance(model, OpenVLA)
     policy = VlaPolicy(model, ModelOptions(decoding="lossless:drafts=head"), DraftModels(head))
     requests = [request_for(number, text="lift it " * (1 + number)) for number in range(8)]

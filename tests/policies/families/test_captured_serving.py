@@ -10,7 +10,7 @@ import torch
 
 from deft_core.image_chain import ImageChain
 from deft_core.types import ActOptions, Observation
-from deft_policies.base import ActRequest
+from deft_policies.base import PolicyRequest
 from deft_policies.decoding.captured import Shape, shapes_of
 from deft_policies.decoding.plan import KeyMask
 from deft_policies.decoding.planner import DraftModels
@@ -88,7 +88,7 @@ def serve(
     memories = [SessionMemory()] * 16
     tokens = []
     for batch in batches:
-        requests = [ActRequest(frame, memories[who], options) for frame, options, who in batch]
+        requests = [PolicyRequest(frame, memories[who], options) for frame, options, who in batch]
         for (_, _, who), answer in zip(batch, policy.act(requests), strict=True):
             memories[who] = answer.memory
             tokens += [answer.chunk.trace.tokens] if answer.chunk.trace else []
@@ -171,7 +171,7 @@ def test_a_prompt_that_the_reserve_does_not_hold_is_refused() -> None:
     policy.check(longest, options)
     with pytest.raises(RequestError, match=f"at most {most} fit beside the image"):
         policy.check(longer, options)
-    request = ActRequest(longest, options=replace(options, want_trace=True))
+    request = PolicyRequest(longest, options=replace(options, want_trace=True))
     (found,), (plain,) = (one.act([request]) for one in (policy, policy_on(StepRunner())))
     assert found.chunk.trace is not None
     assert plain.chunk.trace is not None

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from deft_core.types import ActOptions, DecodeTrace, Observation
-from deft_policies.base import ActRequest
+from deft_policies.base import PolicyRequest
 from deft_policies.checkpoint.config import load_config
 from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.target import Prompt
@@ -58,7 +58,7 @@ def act(policy: VlaPolicy, decoding: str, batch: int = 1) -> list[DecodeTrace]:
     for _ in range(2):
         answers = policy.act(
             [
-                ActRequest(
+                PolicyRequest(
                     Observation(case.image(), case.instruction),
                     memory,
                     ActOptions(statistics_key=KEY, decoding=decoding),
@@ -118,7 +118,7 @@ def test_rows_that_decode_differently_see_their_own_pictures(tmp_path: Path) -> 
     methods = ["autoregressive", "small-model:whole_vocabulary=on", "autoregressive"]
     answers = policy.act(
         [
-            ActRequest(
+            PolicyRequest(
                 Observation(case.image(), case.instruction),
                 options=ActOptions(statistics_key=KEY, decoding=method),
             )

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from deft_core.reasoning import part_costs
 from deft_core.types import ActOptions, Observation
-from deft_policies.base import ActAnswer, ActRequest
+from deft_policies.base import PolicyAnswer, PolicyRequest
 from deft_policies.benchmark.audit import audit, describe
 from deft_policies.benchmark.replay import ReplayFrame
 from deft_policies.errors import CheckpointError, RequestError
@@ -58,7 +58,7 @@ def options_of(folder: Path, **changes: Any) -> ModelOptions:
     return replace(plain, **changes)
 
 
-def request(case: Case, method: str, memory: SessionMemory | None = None) -> ActRequest:
+def request(case: Case, method: str, memory: SessionMemory | None = None) -> PolicyRequest:
     options = ActOptions(
         statistics_key=case.get("unnorm_key"),
         decoding=method,
@@ -67,10 +67,10 @@ def request(case: Case, method: str, memory: SessionMemory | None = None) -> Act
         max_tokens=case["max_new_tokens"],
     )
     observation = Observation(golden_ecot.picture(case["image"]), case["instruction"])
-    return ActRequest(observation, memory or SessionMemory(), options)
+    return PolicyRequest(observation, memory or SessionMemory(), options)
 
 
-def check(answer: ActAnswer, case: Case) -> None:
+def check(answer: PolicyAnswer, case: Case) -> None:
     """All that ECoT's code says of a frame."""
     chunk = answer.chunk
     assert chunk.trace is not None
@@ -182,7 +182,7 @@ def test_relaxed_rules_leave_the_text_alone(folder: Path, method: str) -> None:
         relaxed = [
             token for token, own in zip(trace.tokens, trace.predicted, strict=True) if token != own
         ]
-        assert all(one in policy.token_model.target.action_tokens for one in relaxed)
+        assert all(one in policy.model.target.action_tokens for one in relaxed)
         words = frame["generated_ids"][:-8]
         assert list(trace.tokens[: len(words)]) == words
 

@@ -10,7 +10,7 @@ import torch
 
 from deft_core.image_chain import ImageChain
 from deft_core.types import ActOptions, Observation
-from deft_policies.base import ActRequest
+from deft_policies.base import PolicyRequest
 from deft_policies.benchmark.roofline import WeightBytes
 from deft_policies.checkpoint.drafts import save_medusa
 from deft_policies.checkpoint.tensor_file import digest_weights
@@ -38,7 +38,7 @@ def tokens_of(policy: VlaPolicy, decoding: str | None = None) -> tuple[int, ...]
     case = golden.cases_with_image()[0]
     options = ActOptions(statistics_key=case.statistics_key, decoding=decoding)
     observation = Observation(case.image(), case.instruction)
-    trace = policy.act([ActRequest(observation, options=options)])[0].chunk.trace
+    trace = policy.act([PolicyRequest(observation, options=options)])[0].chunk.trace
     assert trace is not None
     return trace.tokens
 
@@ -160,7 +160,7 @@ def test_random_weights_repeat_themselves_by_seed_and_need_no_files() -> None:
     assert tokens_of(load_policy(replace(RANDOM, seed=1))) != first
     small = load_policy(replace(RANDOM, random_weights="small"))
     observation = Observation(np.zeros((64, 64, 3), np.uint8), "lift the cup")
-    chunk = small.act([ActRequest(observation)])[0].chunk
+    chunk = small.act([PolicyRequest(observation)])[0].chunk
     assert np.isfinite(chunk.actions).all()
 
 

@@ -11,7 +11,7 @@ from deft_core.types import ActionChunk, ActOptions, LogProbs, Observation
 from deft_core.wire import codec
 from deft_core.wire.formats import WireFormat
 from deft_policies import tiny_libero as bundle
-from deft_policies.base import ActAnswer, ActRequest
+from deft_policies.base import PolicyAnswer, PolicyRequest
 from deft_policies.commands.act import load_image
 from deft_policies.decoding.clock import StageClock
 from deft_policies.families.loading import load_policy
@@ -35,7 +35,7 @@ def shipped(precision: Precision, temperature: float = 0.0) -> VlaPolicy:
 
 def ask(
     policy: VlaPolicy, decoding: str, memory: SessionMemory, thinks: bool = False
-) -> tuple[ActAnswer, Sequence[int]]:
+) -> tuple[PolicyAnswer, Sequence[int]]:
     image = load_image(ROOT / "examples/frame.png")
     options = ActOptions(
         decoding=decoding,
@@ -44,7 +44,7 @@ def ask(
         want_reasoning=thinks,
         max_tokens=40 if thinks else None,
     )
-    (answer,) = policy.act([ActRequest(Observation(image, INSTRUCTION), memory, options)])
+    (answer,) = policy.act([PolicyRequest(Observation(image, INSTRUCTION), memory, options)])
     assert answer.chunk.trace is not None
     return answer, answer.chunk.trace.tokens
 
@@ -105,7 +105,7 @@ def test_drawn_and_relaxed_tokens_have_the_log_probabilities_of_the_target(
 def test_log_probabilities_are_absent_where_nobody_asks() -> None:
     policy = shipped(Precision.FLOAT32)
     image = load_image(ROOT / "examples/frame.png")
-    (answer,) = policy.act([ActRequest(Observation(image, INSTRUCTION))])
+    (answer,) = policy.act([PolicyRequest(Observation(image, INSTRUCTION))])
     assert answer.chunk.log_probs is None
 
 

@@ -10,7 +10,7 @@ import torch
 
 from deft_core.image_chain import ImageChain
 from deft_core.types import ActOptions, Observation
-from deft_policies.base import ActAnswer, ActRequest, LimitedPolicy
+from deft_policies.base import PolicyAnswer, PolicyRequest
 from deft_policies.checkpoint.config import load_encoder
 from deft_policies.decoding.target import PassRow, Scores
 from deft_policies.errors import (
@@ -61,18 +61,18 @@ def tiny_policy(
 
 def request_for(
     seed: int = 0, options: ActOptions | None = None, text: str = "lift it"
-) -> ActRequest:
+) -> PolicyRequest:
     image = np.random.default_rng(seed).integers(0, 256, (40, 30, 3), dtype=np.uint8)
-    return ActRequest(Observation(image, text), options=options or ActOptions())
+    return PolicyRequest(Observation(image, text), options=options or ActOptions())
 
 
-def tokens_of(answers: list[ActAnswer]) -> list[tuple[int, ...]]:
+def tokens_of(answers: list[PolicyAnswer]) -> list[tuple[int, ...]]:
     return [one.chunk.trace.tokens for one in answers if one.chunk.trace is not None]
 
 
-def golden_requests() -> list[ActRequest]:
+def golden_requests() -> list[PolicyRequest]:
     return [
-        ActRequest(
+        PolicyRequest(
             Observation(case.image(), case.instruction),
             options=ActOptions(statistics_key=case.statistics_key, want_trace=True),
         )
@@ -230,7 +230,6 @@ def test_info_tells_keys_chain_size_and_methods_that_can_be_had() -> None:
 @pytest.mark.promise
 def test_answers_stay_inside_the_limits_the_policy_names() -> None:
     policy = tiny_policy()
-    assert isinstance(policy, LimitedPolicy)
     limits = policy.action_limits(None)
     actions = policy.act([request_for()])[0].chunk.actions[0]
     assert ((limits.low <= actions) & (actions <= limits.high)).all()

@@ -10,7 +10,7 @@ import torch
 
 from deft_core.image_chain import ImageChain
 from deft_core.types import ActOptions
-from deft_policies.base import ActRequest, Running, SteppedPolicy
+from deft_policies.base import PolicyRequest, Running
 from deft_policies.decoding.drafts import DraftSource
 from deft_policies.decoding.planner import DraftModels, Maker
 from deft_policies.decoding.target import PassRow, Scores, Target
@@ -27,7 +27,7 @@ from tests.tiny_openvla import tiny_model
 METHODS = (None, "lossless", "within-bins", "pld")
 
 
-def requests(number: int) -> list[ActRequest]:
+def requests(number: int) -> list[PolicyRequest]:
     """Different frames, prompts of different lengths, several methods."""
     return [
         request_for(
@@ -41,7 +41,6 @@ def requests(number: int) -> list[ActRequest]:
 
 def test_frames_that_join_and_leave_between_rounds_are_answered_as_alone() -> None:
     policy = tiny_policy()
-    assert isinstance(policy, SteppedPolicy)
     asked = [request for number in range(6) for request in requests(number)]
     alone = [tokens_of(tiny_policy().act([request]))[0] for request in asked]
     running: list[Running] = []
@@ -128,7 +127,7 @@ def test_where_one_frame_cannot_start_none_does() -> None:
 
             return super().makers(target) | {"ngram": fail}
 
-    model = tiny_policy().token_model
+    model = tiny_policy().model
     assert isinstance(model, OpenVLA)
     policy = VlaPolicy(model, ModelOptions(decoding="autoregressive"), Failing())
     with pytest.raises(RequestError, match="no n-grams today"):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deft_policies.decoding.accept import accept
 from deft_policies.decoding.methods import find_method
-from deft_policies.decoding.sequence import AnswerSpec, Found
+from deft_policies.decoding.sequence import AnswerSpec, PassResult
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.trace import PassRecord
 from deft_policies.decoding.tree import DraftTree, merge
@@ -182,7 +182,7 @@ def write(
         if grammar is not None:
             scores = grammar.adjust(scores, answer, tree)
         best = scores.argmax(dim=1).tolist()
-        found = Found(answer.number, best, best, True)
+        found = PassResult(answer.number, best, best, True)
         path, bonus = accept(answer, tree, found)
         record = PassRecord(first, tree, best, path, bonus, [])
         answer.commit(tree, path, bonus, found, record)

@@ -22,7 +22,7 @@ from deft_libero.errors import ResultsMismatchError
 from deft_libero.results.records import Outcome
 from deft_libero.results.store import WEIGHTS, ResultsStore, RunResults, load_run, load_runs
 from deft_policies import tiny_libero
-from deft_policies.base import ActRequest
+from deft_policies.base import PolicyRequest
 from deft_policies.benchmark.transformers_loops import QwenLoop
 from deft_policies.decoding.methods import find_method
 from deft_policies.memory import SessionMemory
@@ -157,7 +157,7 @@ def test_cells_say_what_asking_the_policy_frame_by_frame_says(recorded, data):
     for method in (PLAIN, RELAXED):
         memory, actions[method], passes[method] = SessionMemory(), [], []
         for frame in seen:
-            (answer,) = policy.act([ActRequest(frame, memory, ActOptions(decoding=method))])
+            (answer,) = policy.act([PolicyRequest(frame, memory, ActOptions(decoding=method))])
             memory, trace = answer.memory, answer.chunk.trace
             actions[method].append(to_robosuite(answer.chunk.actions[0]))
             passes[method].append(trace.num_passes)
@@ -195,11 +195,11 @@ def test_how_sure_the_target_is_comes_from_its_own_distributions(recorded, data,
     header, line = map(json.loads, gzip.decompress(content).splitlines())
     assert header["frames"] == frames.label
 
-    first = policy.token_model.target.action_tokens.first
+    first = policy.model.target.action_tokens.first
     _, seen = next(frames.episodes())
     for at, one in enumerate(seen):
         asked = ActOptions(decoding=PLAIN, want_trace=True)
-        (answer,) = policy.act([ActRequest(one, SessionMemory(), asked)])
+        (answer,) = policy.act([PolicyRequest(one, SessionMemory(), asked)])
         assert [first + each for each in line["first"][at]] == [*answer.chunk.trace.tokens]
     apart = np.abs(np.array(line["first"]) - np.array(line["second"]))[:, :-1]
     assert apart.min() > 0

@@ -11,7 +11,7 @@ import pytest
 from deft_core.datasets.demonstrations import episode_path, load_demonstration
 from deft_core.recordings import EpisodeHeader, RecordedStep, encode_end, encode_header, encode_step
 from deft_core.types import ActionChunk, ActOptions, Observation
-from deft_policies.base import ActAnswer, ActRequest
+from deft_policies.base import PolicyAnswer, PolicyRequest
 from deft_policies.constant import ConstantPolicy
 from deft_server.commands.replay import (
     PastStep,
@@ -94,7 +94,7 @@ def test_parts_of_one_episode_share_a_session(tmp_path: Path) -> None:
     class Noting(TalkativePolicy):
         steps: list[int] = []
 
-        def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
+        def act(self, batch: Sequence[PolicyRequest]) -> list[PolicyAnswer]:
             self.steps += [one.memory.num_steps for one in batch]
             return super().act(batch)
 

@@ -15,7 +15,7 @@ from deft_core.types import (
     ServerInfo,
     StageTimings,
 )
-from deft_policies.base import ActAnswer, ActRequest
+from deft_policies.base import OneCallPolicy, PolicyAnswer, PolicyRequest
 from deft_policies.constant import ConstantPolicy
 from tests.standins.policies import counted
 
@@ -24,7 +24,7 @@ FIRST_TOKEN = 500
 SOURCES = ("previous", "head", "extrapolation")
 
 
-class TalkativePolicy:
+class TalkativePolicy(OneCallPolicy):
     """Moves along smooth curves; `relaxed` accepts near misses, `lossless` does not."""
 
     def __init__(self, seed: int = 7, busy_s: float = 0.0) -> None:
@@ -48,12 +48,12 @@ class TalkativePolicy:
     def warm_up(self) -> None:
         """Nothing to warm."""
 
-    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
+    def act(self, batch: Sequence[PolicyRequest]) -> list[PolicyAnswer]:
         if self._busy_s:
             time.sleep(self._busy_s * len(batch))
-        return [ActAnswer(self._answer(one), counted(one.memory)) for one in batch]
+        return [PolicyAnswer(self._answer(one), counted(one.memory)) for one in batch]
 
-    def _answer(self, request: ActRequest) -> ActionChunk:
+    def _answer(self, request: PolicyRequest) -> ActionChunk:
         method = request.options.decoding or "lossless"
         trace = self._decode(method)
         phase = counted(request.memory).num_steps / 12

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from deft_policies.base import ActRequest
+from deft_policies.base import PolicyRequest
 from deft_policies.constant import ConstantPolicy
 from deft_server.replicas import ray_serve
 from deft_server.replicas.front import ReplicaHangsError, ReplicaLostError
@@ -94,7 +94,7 @@ def cluster_that_returns(response: Response, hang_after_s: float = 60.0) -> ray_
     return cluster
 
 
-ASKED = ActRequest(frame()), FrontState("front", ("1",), 0)
+ASKED = PolicyRequest(frame()), FrontState("front", ("1",), 0)
 
 
 def test_a_frame_that_is_given_up_is_cancelled_in_ray_too():

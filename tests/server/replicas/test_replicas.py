@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from deft_core.types import ActOptions
-from deft_policies.base import ActAnswer, ActRequest, Policy
+from deft_policies.base import Policy, PolicyAnswer, PolicyRequest
 from deft_policies.constant import ConstantPolicy
 from deft_policies.errors import DeviceError, RequestError, UnknownStatisticsKeyError
 from deft_policies.memory import SessionMemory
@@ -57,11 +57,11 @@ def replica_of(policy: Policy, version: str = "1", name: str = "0") -> Replica:
     return Replica(lambda: policy, version, name)
 
 
-def request(memory: SessionMemory, instruction: str = "lift the cup") -> ActRequest:
-    return ActRequest(frame(instruction=instruction), memory)
+def request(memory: SessionMemory, instruction: str = "lift the cup") -> PolicyRequest:
+    return PolicyRequest(frame(instruction=instruction), memory)
 
 
-def travelled(replica: Replica, *requests: ActRequest) -> list[ActAnswer | Exception]:
+def travelled(replica: Replica, *requests: PolicyRequest) -> list[PolicyAnswer | Exception]:
     """Answer frames as a replica far away would: everything crosses as bytes."""
     state = FrontState("front", ("1",), 0)
 
@@ -73,8 +73,8 @@ def travelled(replica: Replica, *requests: ActRequest) -> list[ActAnswer | Excep
     return [one.unpacked() for one in returned]
 
 
-def number_of(answer: ActAnswer | Exception) -> float:
-    assert isinstance(answer, ActAnswer)
+def number_of(answer: PolicyAnswer | Exception) -> float:
+    assert isinstance(answer, PolicyAnswer)
     return float(answer.chunk.actions[0, 0])
 
 
@@ -108,7 +108,7 @@ def test_only_the_culprit_of_a_batch_fails(error, known):
 
 
 def test_a_refused_frame_names_its_field_and_leaves_others_alone():
-    odd = ActRequest(frame(), options=ActOptions(decoding="nonsense"))
+    odd = PolicyRequest(frame(), options=ActOptions(decoding="nonsense"))
     first, second = travelled(replica_of(FakePolicy()), odd, request(SessionMemory()))
     assert isinstance(first, RequestError)
     assert first.field == "decoding"
@@ -150,7 +150,7 @@ class FakeCluster:
         looked_at = self.looked_at or self.replicas[0]
         return looked_at.version, looked_at.facts
 
-    async def answer(self, request: ActRequest, state: FrontState) -> ReplicaAnswer:
+    async def answer(self, request: PolicyRequest, state: FrontState) -> ReplicaAnswer:
         request = pickle.loads(pickle.dumps(request))
         self.num_answers += 1
         self.states.append(state)

@@ -8,7 +8,7 @@ from hypothesis import settings, strategies
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from deft_core.types import ActOptions
-from deft_policies.base import ActAnswer, Policy
+from deft_policies.base import Policy, PolicyAnswer
 from deft_policies.errors import DeviceError, RequestError
 from deft_policies.memory import SessionMemory
 from deft_server.errors import PolicyFailedError
@@ -74,7 +74,7 @@ def test_each_leaves_when_it_is_done_and_others_join_in_between():
     ]  # fmt: skip
     assert [one.size for one in (long, short, late)] == [2, 2, 2]
     assert rounds.num_running == 0
-    assert all(isinstance(one.outcome, ActAnswer) for one in (long, short, late))
+    assert all(isinstance(one.outcome, PolicyAnswer) for one in (long, short, late))
 
 
 def test_what_nobody_waits_for_is_cut_and_disturbs_no_other():
@@ -98,8 +98,8 @@ def test_a_frame_that_the_policy_does_not_take_fails_alone():
     assert set(failures) == {"request"}
     assert names(ended) == ["refuse", "2 before", "1 good"]
     assert isinstance(bad.outcome, RequestError)
-    assert isinstance(good.outcome, ActAnswer)
-    assert isinstance(before.outcome, ActAnswer)
+    assert isinstance(good.outcome, PolicyAnswer)
+    assert isinstance(before.outcome, PolicyAnswer)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_where_a_round_fails_each_is_answered_once_more_alone(error, failure):
     rounds = Rounds(policy)
     both = [asked("2 a"), asked("2 b")]
     assert played_out(rounds, *both) == (both, [failure])
-    assert all(isinstance(one.outcome, ActAnswer) for one in both)
+    assert all(isinstance(one.outcome, PolicyAnswer) for one in both)
     assert policy.rounds == [["2 a", "2 b"], ["2 a"], ["2 a"], ["2 b"], ["2 b"]]
     assert rounds.num_running == 0
 
@@ -146,7 +146,7 @@ def test_frames_lost_during_a_retry_are_answered_alone():
     assert ended == [heavy, before]
     assert failures == ["device", "device"]
     assert isinstance(heavy.outcome, DeviceError)
-    assert isinstance(before.outcome, ActAnswer)
+    assert isinstance(before.outcome, PolicyAnswer)
     assert rounds.num_running == 0
 
 
@@ -170,7 +170,7 @@ def test_what_failed_is_tried_again_in_rounds_of_one_step_like_any_other():
         assert len(policy.rounds) == num_rounds
         assert len(policy.left) <= 1
     assert rounds.num_running == 0
-    assert all(isinstance(one.outcome, ActAnswer) for one in frames)
+    assert all(isinstance(one.outcome, PolicyAnswer) for one in frames)
 
 
 def test_callers_who_leave_are_not_answered_once_more():
@@ -219,7 +219,7 @@ def test_the_culprit_is_found_among_frames_that_joined_meanwhile(honours_first: 
         rounds.play([one])
     played_out(rounds)
     assert isinstance(bad.outcome, PolicyFailedError)
-    assert [type(one.outcome) for one in good] == [ActAnswer] * 4
+    assert [type(one.outcome) for one in good] == [PolicyAnswer] * 4
 
 
 def test_a_policy_that_cannot_let_go_of_an_answer_goes_on_with_the_others(
@@ -239,7 +239,7 @@ def test_a_policy_that_cannot_let_go_of_an_answer_goes_on_with_the_others(
     assert played(rounds) == [gone]
     ended, _ = played_out(rounds, bad)
     assert set(ended) == {kept, bad}
-    assert isinstance(kept.outcome, ActAnswer)
+    assert isinstance(kept.outcome, PolicyAnswer)
     assert isinstance(bad.outcome, PolicyFailedError)
     assert "could not let go" in caplog.text
 
@@ -258,7 +258,7 @@ def test_an_answer_that_means_nothing_fails_alone():
     assert set(ended) == {good, broken}
     assert failures == ["request"]
     assert isinstance(broken.outcome, RequestError)
-    assert isinstance(good.outcome, ActAnswer)
+    assert isinstance(good.outcome, PolicyAnswer)
 
 
 def test_a_policy_that_cannot_be_stepped_answers_in_one_round():
@@ -275,7 +275,7 @@ def batch_of(*instructions: str) -> list[QueuedFrame]:
 
 def attempted(
     policy: Policy, frames: Sequence[QueuedFrame]
-) -> tuple[list[ActAnswer | Exception | None], list[Failure]]:
+) -> tuple[list[PolicyAnswer | Exception | None], list[Failure]]:
     """Play frames to their end; return what became of each, and what failed."""
     ended, failures = played_out(Rounds(policy), *frames)
     assert set(ended) == set(frames)
@@ -286,7 +286,7 @@ def attempted(
 def test_a_good_batch_is_answered_in_one_call():
     policy = FakePolicy()
     answers, failures = attempted(policy, batch_of("a", "b", "c"))
-    assert [type(one) for one in answers] == [ActAnswer] * 3
+    assert [type(one) for one in answers] == [PolicyAnswer] * 3
     assert failures == []
     assert policy.sizes == [3]
 
@@ -294,7 +294,7 @@ def test_a_good_batch_is_answered_in_one_call():
 def test_a_policy_that_raises_once_answers_everybody_on_the_second_try():
     policy = RaisingPolicy(error=fails_times(1, ValueError("hiccup")))
     answers, failures = attempted(policy, batch_of("a", "b"))
-    assert [type(one) for one in answers] == [ActAnswer] * 2
+    assert [type(one) for one in answers] == [PolicyAnswer] * 2
     assert failures == ["raised"]
 
 
@@ -302,7 +302,7 @@ def test_one_bad_frame_fails_alone():
     policy = RaisingPolicy(error=dislikes("bad", ValueError("no")))
     answers, failures = attempted(policy, batch_of("a", "bad", "c"))
     kinds = [type(one) for one in answers]
-    assert kinds == [ActAnswer, PolicyFailedError, ActAnswer]
+    assert kinds == [PolicyAnswer, PolicyFailedError, PolicyAnswer]
     assert policy.sizes == [3, 1, 1, 1]
 
 
@@ -317,7 +317,7 @@ def test_a_frame_that_fails_alone_is_not_tried_again():
 def test_when_memory_runs_out_each_is_tried_once_more_alone():
     policy = RaisingPolicy(error=out_of_memory_above(4))
     answers, failures = attempted(policy, batch_of(*"abcdefg"))
-    assert [type(one) for one in answers] == [ActAnswer] * 7
+    assert [type(one) for one in answers] == [PolicyAnswer] * 7
     assert policy.sizes == [7] + [1] * 7
     assert failures == ["device"]
 
@@ -332,13 +332,13 @@ def test_when_there_is_no_memory_for_one_either_it_fails():
 def test_a_single_frame_gets_a_second_chance_when_memory_runs_out():
     policy = RaisingPolicy(error=fails_times(1, DeviceError("CUDA out of memory")))
     answers, failures = attempted(policy, batch_of("a"))
-    assert isinstance(answers[0], ActAnswer)
+    assert isinstance(answers[0], PolicyAnswer)
 
 
 def test_a_frame_the_policy_refuses_late_is_its_callers_fault_only():
     policy = PickyPolicy()
     answers, failures = attempted(policy, batch_of("a", "refuse"))
-    assert isinstance(answers[0], ActAnswer)
+    assert isinstance(answers[0], PolicyAnswer)
     assert isinstance(answers[1], RequestError)
 
 
@@ -452,7 +452,7 @@ class SteppedTraffic(RuleBasedStateMachine):
             if "poison" in name or (name in self.unlucky and isinstance(one.outcome, Exception)):
                 assert isinstance(one.outcome, PolicyFailedError)
                 continue
-            assert isinstance(one.outcome, ActAnswer)
+            assert isinstance(one.outcome, PolicyAnswer)
             assert one.outcome.memory.num_steps == one.session.memory.num_steps + 1
             one.session.memory = one.outcome.memory
         self.start()

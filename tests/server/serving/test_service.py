@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from deft_core.types import ActionChunk, ActOptions, Intervention
-from deft_policies.base import ActRequest
+from deft_policies.base import PolicyRequest
 from deft_policies.errors import DeviceError
 from deft_server.errors import (
     DeadlineError,
@@ -288,7 +288,7 @@ async def test_a_batch_that_fails_counts_once_however_many_of_its_frames_fail_ag
 
 @on_a_loop
 async def test_a_frame_too_large_for_the_device_halves_no_batch_when_it_is_tried_again():
-    def out_of_memory(batch: Sequence[ActRequest]) -> Exception | None:
+    def out_of_memory(batch: Sequence[PolicyRequest]) -> Exception | None:
         is_large = any(one.observation.image.shape[0] > 4 for one in batch)
         return DeviceError("CUDA out of memory (simulated)") if is_large else None
 

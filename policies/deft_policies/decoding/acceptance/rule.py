@@ -1,6 +1,6 @@
 """Acceptance rules: what each kind of rule is asked, and the exact one.
 
-A draft stands if it is the target's own token, or if the rule accepts it. Rules are immutable and
+A draft is accepted if it is the target's own token, or if the rule says so. Rules are immutable and
 share nothing. Local, path and tree rules accept by numbers of the host; device rules,
 `TreeRule.measure`, `ChoosingRule.choose` and `observe_prompt` see tensors. Imports no torch, so
 that methods are listed and checked without it.
@@ -27,12 +27,13 @@ if TYPE_CHECKING:
     from deft_policies.decoding.tree import DraftTree
     from deft_policies.model.sizes import TokenRange
 
-# A guess on a path: the drafted token, the target's own, and its position in the action.
+# A guess on a path: the drafted token, the target's own, and the place: which token of its action,
+# from 0. (A position is a token's in the whole sequence, a slot an answer's in the cache.)
 Guess = tuple[int, int, int]
 
 
 class DimensionGroup(IntEnum):
-    """Positions that share a unit and a limit."""
+    """Places that share a unit and a limit."""
 
     MOVE = 0  # unit: millimetres per step
     TURN = 1  # unit: degrees per step
@@ -41,18 +42,18 @@ class DimensionGroup(IntEnum):
 
 @dataclass(frozen=True)
 class ActionSpace:
-    """One action, token by token. All tuples are [position].
+    """One action, token by token. All tuples are [place].
 
     `unit_per_bin` is how far the robot moves when a token moves by one bin, 0.0 where that is
     unknown or nothing. Tokens at or above `class_boundary` belong to one class and tokens below it
-    to the other; None where a position has no classes.
-    Where positions are numbers written as text, 0 to `largest_number`, a bin is a number.
+    to the other; None where a place has no classes.
+    Where places are numbers written as text, 0 to `largest_number`, a bin is a number.
     """
 
     groups: tuple[DimensionGroup, ...]
     unit_per_bin: tuple[float, ...]
     class_boundary: tuple[int | None, ...]
-    largest_number: int = 0  # 0: positions are tokens
+    largest_number: int = 0  # 0: places are tokens
 
     def __post_init__(self) -> None:
         lengths = {len(self.groups), len(self.unit_per_bin), len(self.class_boundary)}
@@ -106,7 +107,7 @@ class AcceptanceRule:
         return replace(self, **{self.radius_field: radius})  # type: ignore[type-var]
 
     def problem(self, spec: AnswerSpec) -> str:
-        """Why it cannot judge answers like these, to stand behind a method's name; "" if it can."""
+        """Why it cannot judge answers like these, as said behind a method's name; "" if it can."""
         if self.needs_space and (spec.space is None or spec.numbers_in_row):
             return (
                 "measures distances between action tokens, and this model's answers have none; "
@@ -128,14 +129,14 @@ class AcceptanceRule:
         What it keeps belongs into `sequence.notes`; the hidden states are overwritten later.
         """
 
-    def best_path(self, judged: JudgedTree, stands: list[bool]) -> list[int]:
-        """The path to commit, from node 0 on, of those to nodes that stand [node].
+    def best_path(self, judged: JudgedTree, accepted: list[bool]) -> list[int]:
+        """The path to commit, from node 0 on, of those to accepted nodes.
 
         The longest that the answer has room for; of equally long ones the nearest to the target's
         own tokens, then the likelier draft, then the first.
         """
-        longest = judged.longest(judged.within_answer(stands))
-        best = min(longest, key=lambda node: judged.distance_to(node, stands))
+        longest = judged.longest(judged.within_answer(accepted))
+        best = min(longest, key=lambda node: judged.distance_to(node, accepted))
         return judged.tree.path_to(best)
 
 
@@ -144,7 +145,7 @@ class LocalRule(AcceptanceRule, ABC):
 
     @abstractmethod
     def accepts(self, drafted: int, expected: int, place: int) -> bool:
-        """Whether a drafted token may stand for the expected one at this place of the action.
+        """Whether a drafted token is accepted for the expected one at this place of the action.
 
         Asked where they differ and `may_relax` holds. Places count from 0.
         """
@@ -155,7 +156,7 @@ class PathRule(AcceptanceRule, ABC):
 
     @abstractmethod
     def accepts(self, path: Items[Guess], sequence: Sequence) -> bool:
-        """Whether the last guess of a path may stand, where all before it do.
+        """Whether the last guess of a path is accepted, where all before it are.
 
         Asked where its tokens differ and `may_relax` holds. The sequence must not be changed.
         """
@@ -181,7 +182,7 @@ class DeviceRule(AcceptanceRule, ABC):
 
     @abstractmethod
     def accepts(self, scored: ScoredNodes) -> Tensor:
-        """Whether a guess may stand for the expected token, bool [node].
+        """Whether a guess is accepted for the expected token, bool [node].
 
         What is said of nodes whose tokens are equal, or may not be relaxed, is not looked at.
         """
@@ -257,19 +258,19 @@ class JudgedTree:
     def whole_paths(self, fine: list[bool]) -> list[bool]:
         """Whether a node and all nodes above it up to the root are fine."""
         tree = self.tree
-        stands = [True] * (tree.root + 1)
+        accepted = [True] * (tree.root + 1)
         for node in range(tree.root + 1, tree.num_nodes):
-            stands.append(stands[tree.parents[node]] and fine[node])
-        return stands
+            accepted.append(accepted[tree.parents[node]] and fine[node])
+        return accepted
 
-    def within_answer(self, stands: list[bool]) -> list[bool]:
-        """Those that stand and lie within what is missing, without a stop token on their path."""
+    def within_answer(self, accepted: list[bool]) -> list[bool]:
+        """Those that are accepted and within what is missing, with no stop token on their path."""
         tree, spec = self.tree, self.sequence.spec
         fine = [depth <= self.deepest for depth in self.depths]
         if spec.stop is not None:
             no_stop = self.whole_paths([not spec.ends_with(token) for token in tree.tokens])
             fine = [one and other for one, other in zip(fine, no_stop, strict=True)]
-        return [node <= tree.root or (one and fine[node]) for node, one in enumerate(stands)]
+        return [node <= tree.root or (one and fine[node]) for node, one in enumerate(accepted)]
 
     def longest(self, may_end: list[bool]) -> list[int]:
         """Of nodes where a path may end, those of the longest paths, in order."""
@@ -280,11 +281,11 @@ class JudgedTree:
         """How far a guess is from the target's own token."""
         return abs(self.tree.tokens[node] - self.expected[node])
 
-    def distance_to(self, node: int, stands: list[bool]) -> tuple[int, float, int]:
-        """Orders equally long paths: total distance of what stands, how unlikely, the node."""
+    def distance_to(self, node: int, accepted: list[bool]) -> tuple[int, float, int]:
+        """Orders equally long paths: total distance of accepted guesses, how unlikely, the node."""
         tree = self.tree
         path = tree.path_to(node)[tree.root + 1 :]
-        distance = sum(self.distance(one) for one in path if stands[one])
+        distance = sum(self.distance(one) for one in path if accepted[one])
         known = tree.log_probs[node] if node < len(tree.log_probs) else 0.0
         return distance, -known, node
 

@@ -96,9 +96,9 @@ def beam_tree(
         level = Level(depth, tokens.gather(1, kept.indices), above, ancestors)
         num_candidates += top_k**2
     num_kept = min(shape.num_guesses, num_candidates)
-    if limits is not None:  # one more, which is nobody's, in place of guesses beyond a limit
-        nobody = torch.full_like(tokens[:, :1], -1)
-        levels.append((nobody, torch.full_like(scores[:, :1], -torch.inf), nobody))
+    if limits is not None:  # one more, that is no guess, in place of guesses beyond a limit
+        no_guess = torch.full_like(tokens[:, :1], -1)
+        levels.append((no_guess, torch.full_like(scores[:, :1], -torch.inf), no_guess))
     # Of all candidates the likeliest stay, in the order in which they were made.
     tokens, scores, parents = (torch.cat(column, dim=1) for column in zip(*levels, strict=True))
     # Stable, so that of equal scores the earlier wins: no child is ever kept without its parent.
@@ -257,8 +257,8 @@ def drawing_at(
 
     def draw(log_probs: Tensor, depth: int, ranks: Tensor) -> tuple[Tensor, Tensor]:
         odds = target_odds(log_probs, temperature)
-        places = (counts + depth - 1)[:, None] * MOST_BRANCHES + ranks
-        noise = exponential(keys, DRAFT, places, odds.shape[2])
+        positions = (counts + depth - 1)[:, None] * MOST_BRANCHES + ranks
+        noise = exponential(keys, DRAFT, positions, odds.shape[2])
         around = (first_token, num_tokens - first_token - odds.shape[2])
         return (odds / noise).argmax(dim=-1), functional.pad(odds, around)
 

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from deft_core.types import DecodeTrace, Observation, PassTrace
 from deft_policies.decoding.clock import Stage, StageClock
-from deft_policies.decoding.sequence import AnswerSpec
 from deft_policies.errors import NotFiniteError, RequestError
 from deft_policies.families.action_tokens import RANGE_EPS, ActionCodec, unnormalise
-from deft_policies.families.model import Encode, OnePassModel, Values
+from deft_policies.families.model import Encode, Model
 from deft_policies.families.oft.modules import RegressionHead, StateProjector
 from deft_policies.model.graphs import LENGTH_STEP, Reserve, StepRunner, Tensors
 from deft_policies.model.image import ImageProcessor
@@ -76,13 +75,12 @@ class ChunkPrompts:
     is_padded: bool
 
 
-class Oft(OnePassModel):
+class Oft(Model):
     """Remembers nothing of a robot: a chunk depends on one observation alone."""
 
     family = "oft"
     network: OpenVLAModel
     images: ImageProcessor
-    method = METHOD
 
     def __init__(
         self,
@@ -117,17 +115,6 @@ class Oft(OnePassModel):
             "state": "not looked at" if parts.state is None else f"{parts.state_dim}, raw",
         }
 
-    def spec(self, key: str) -> AnswerSpec:
-        """A chunk."""
-        return AnswerSpec(self.parts.num_values)
-
-    def decode(self, key: str, values: Values) -> NDArray[np.float64]:
-        """The actions of a chunk."""
-        if self.parts.head is None:
-            normalised = self._codec.normalised(values.astype(np.int64))
-            return unnormalise(normalised, self.statistics[key], RANGE_EPS)
-        return unnormalise(values.astype(np.float32), self.statistics[key], RANGE_EPS)
-
     def check(self, observation: Observation) -> None:
         """Refuse missing cameras and states, and instructions without end."""
         super().check(observation)
@@ -145,8 +132,8 @@ class Oft(OnePassModel):
 
     def answer(
         self, observations: Sequence[Observation], keys: Sequence[str], clock: StageClock
-    ) -> list[tuple[Values, DecodeTrace | None]]:
-        """Normalised actions of a head, or tokens and their trace, [step, action_dim] each."""
+    ) -> list[tuple[NDArray[np.float64], DecodeTrace | None]]:
+        """Actions [step, action_dim] in robot units, and a trace where they are tokens."""
         fitted = [self.images.fit(one) for seen in observations for one in self.pictures(seen)]
         states = self._read_states(observations, keys)
         texts = [self.encode(one.instruction) for one in observations]
@@ -164,12 +151,20 @@ class Oft(OnePassModel):
                 "the model's answer holds NaN or infinity; its weights or its number format are "
                 "broken"
             )
-        if not margins:
-            return [(row, None) for row in values]
-        return [
-            (grid, _trace(text, grid.flatten().tolist(), gaps.flatten().tolist()))
-            for text, grid, gaps in zip(texts, values, margins[0], strict=True)
+        clock.restart()
+        normalised = values if self.parts.head is not None else self._codec.normalised(values)
+        actions = [
+            unnormalise(chunk, self.statistics[key], RANGE_EPS)
+            for key, chunk in zip(keys, normalised, strict=True)
         ]
+        clock.record(Stage.FINISH)
+        if not margins:
+            return [(chunk, None) for chunk in actions]
+        traces = [
+            _trace(text, tokens.flatten().tolist(), gaps.flatten().tolist())
+            for text, tokens, gaps in zip(texts, values, margins[0], strict=True)
+        ]
+        return list(zip(actions, traces, strict=True))
 
     def _read_states(
         self, observations: Sequence[Observation], keys: Sequence[str]

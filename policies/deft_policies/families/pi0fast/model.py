@@ -20,7 +20,7 @@ from deft_policies.decoding.sampling import first_maximum
 from deft_policies.decoding.sequence import AnswerSpec
 from deft_policies.decoding.target import Prompt, Target
 from deft_policies.errors import CheckpointError, NoActionError, RequestError
-from deft_policies.families.model import WRIST, Model, TokenModel, Values
+from deft_policies.families.model import WRIST, Model, TokenModel
 from deft_policies.families.pi0fast.files import IMAGES, Pi0FastFiles
 from deft_policies.families.pi0fast.grammar import Pi0FastGrammar, WatchedTarget
 from deft_policies.families.pi0fast.network import PaliGemma
@@ -115,12 +115,12 @@ class Pi0Fast(TokenModel):
         """What the data set's actions lay between, the robot's state added where it is."""
         return self.files.limits
 
-    def decode(self, key: str, values: Values) -> NDArray[np.float64]:
+    def decode(self, key: str, tokens: Sequence[int]) -> NDArray[np.float64]:
         """The actions of a valid answer [step, action_dim], before the state is added."""
-        files, tokens, prefix = self.files, values.tolist(), list(self._words.prefix)
-        if tokens[-1:] != [self._words.end]:
+        files, prefix = self.files, list(self._words.prefix)
+        if not tokens or tokens[-1] != self._words.end:
             raise NoActionError(f"the answer did not end within {len(tokens)} tokens")
-        if tokens[: len(prefix)] != prefix:
+        if list(tokens[: len(prefix)]) != prefix:
             raise NoActionError("the answer does not begin with 'Action: '")
         written = tokens[len(prefix) : -1]
         codes = [code for one in written if (code := self._codes.get(one)) is not None]

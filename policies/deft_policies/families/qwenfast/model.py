@@ -19,7 +19,7 @@ from deft_policies.decoding.clock import Stage, StageClock
 from deft_policies.decoding.sequence import AnswerSpec
 from deft_policies.decoding.target import Grammar, Prompt, Target
 from deft_policies.errors import CheckpointError, NoActionError, RequestError
-from deft_policies.families.model import Model, TokenModel, Values
+from deft_policies.families.model import Model, TokenModel
 from deft_policies.families.qwenfast.network import SIDE, QwenFastNetwork
 from deft_policies.families.qwenfast.policy_files import INSTRUCTION, PolicyFiles
 from deft_policies.families.vla0.model import RepetitionPenalty
@@ -96,10 +96,10 @@ class QwenFast(TokenModel):
         first, *others = self._stops
         return AnswerSpec(self._max_tokens, first, other_stops=tuple(others), strides=self._strides)
 
-    def decode(self, key: str, values: Values) -> NDArray[np.float64]:
+    def decode(self, key: str, tokens: Sequence[int]) -> NDArray[np.float64]:
         """The actions of a valid answer, [step, action_dim]."""
-        files, tokens = self.files, values.tolist()
-        if tokens[-1:] == [] or tokens[-1] not in self._stops:
+        files = self.files
+        if not tokens or tokens[-1] not in self._stops:
             raise NoActionError(f"the answer did not end within {len(tokens)} tokens")
         found = [self._codes.get(one) for one in tokens[:-1]]
         codes = [one for one in found if one is not None]

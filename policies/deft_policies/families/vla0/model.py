@@ -27,7 +27,7 @@ from deft_policies.decoding.target import Prompt, Target
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.errors import CheckpointError, NoActionError
 from deft_policies.families.action_tokens import POSE
-from deft_policies.families.model import Model, TokenModel, Values
+from deft_policies.families.model import Model, TokenModel
 from deft_policies.families.vla0.network import CHARACTERS, Vla0Network
 from deft_policies.families.vla0.pictures import make_pictures, to_patches
 from deft_policies.families.vla0.prompt import IMAGE_PAD, encode_prompt, mrope_positions
@@ -124,15 +124,15 @@ class Vla0(TokenModel):
         space = ActionSpace(groups, tuple(units.tolist()), no_classes, run.num_bins)
         return AnswerSpec(self._max_tokens, END, space, self.network.config.answer_ids)
 
-    def decode(self, key: str, values: Values) -> NDArray[np.float64]:
+    def decode(self, key: str, tokens: Sequence[int]) -> NDArray[np.float64]:
         """The actions of a valid answer, [step, action_dim]."""
-        text, _ = self.read_text(values.tolist())
-        has_ended = values[-1:].tolist() == [self.network.config.answer_ids[END]]
+        text, _ = self.read_text(tokens)
+        has_ended = bool(tokens) and tokens[-1] == self.network.config.answer_ids[END]
         return to_actions(read_numbers_text(text, has_ended, self.run), self.run)
 
-    def decode_begun(self, key: str, values: Values) -> NDArray[np.float64]:
+    def decode_begun(self, key: str, tokens: Sequence[int]) -> NDArray[np.float64]:
         """The rows behind whose last number the text goes on."""
-        text, _ = self.read_text(values.tolist())
+        text, _ = self.read_text(tokens)
         return to_actions(read_rows_begun(text, self.run), self.run)
 
     def read_text(self, tokens: Sequence[int]) -> tuple[str, tuple[int, ...]]:

@@ -25,7 +25,7 @@ _PROGRAMS = 256  # fill a device: with fewer, slots are divided among more
 _MOST_COUNTS = 8192  # programs without their splits
 _COLUMNS = 1024
 _HEADS = 8  # that one program rotates
-STAGES = 2  # of loads on their way: more take shared memory that small GPUs have not
+STAGES = 2  # of loads in flight: more take shared memory that small GPUs have not
 _LOG2_E = 1.4426950408889634
 
 

@@ -16,7 +16,7 @@ from deft_policies.decoding.acceptance.numbers import (
 )
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
 from deft_policies.decoding.methods import find_method
-from deft_policies.decoding.sequence import AnswerSpec, Found
+from deft_policies.decoding.sequence import AnswerSpec, PassResult
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.tree import Branches, merge
 from deft_policies.memory import SessionMemory
@@ -50,8 +50,8 @@ def answer_of(written: WrittenNumbers, rule: WithinNumbers = RULE) -> Answer:
     return answer
 
 
-def found_in(answer: Answer, predictions: list[int]) -> Found:
-    return Found(answer.number, predictions, predictions, is_finite=True)
+def found_in(answer: Answer, predictions: list[int]) -> PassResult:
+    return PassResult(answer.number, predictions, predictions, is_finite=True)
 
 
 class Writer:

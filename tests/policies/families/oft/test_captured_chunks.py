@@ -9,11 +9,11 @@ import torch
 
 from deft_core.image_chain import ImageChain
 from deft_core.types import ActOptions, Observation
-from deft_policies.base import ActRequest
+from deft_policies.base import PolicyRequest
 from deft_policies.families.loading import load_policy
 from deft_policies.families.oft.model import ChunkParts, Oft
+from deft_policies.families.oft.policy import OftPolicy
 from deft_policies.families.options import ModelOptions
-from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.formats import Precision
 from deft_policies.model.graphs import StepRunner
 from deft_policies.model.image import ImageProcessor
@@ -27,7 +27,7 @@ TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module", params=["l1_1img", "discrete", "film_2img_proprio"])
-def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> VlaPolicy:
+def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OftPolicy:
     variant = golden_oft.variants()[request.param]
     directory: Path = variant.write(tmp_path_factory.mktemp("oft") / variant.name)
     options = ModelOptions(
@@ -41,20 +41,20 @@ def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return load_policy(options)
 
 
-def on(policy: VlaPolicy, runner: StepRunner) -> VlaPolicy:
+def on(policy: OftPolicy, runner: StepRunner) -> OftPolicy:
     ours = policy.model
     assert isinstance(ours, Oft)
     ranges = (ours.statistics, ours.states)
-    return VlaPolicy(Oft(ours.network, ours.parts, ours.encode, ours.images, *ranges, runner))
+    return OftPolicy(Oft(ours.network, ours.parts, ours.encode, ours.images, *ranges, runner))
 
 
-def captured(policy: VlaPolicy) -> StepRunner:
+def captured(policy: OftPolicy) -> StepRunner:
     assert isinstance(policy.model, Oft)
     reserve = policy.model.reserve(LONGEST, ROWS)
     return StepRunner(RecordingCapturer().capture, reserve)
 
 
-def batches(policy: VlaPolicy, sizes: tuple[int, ...], num_words: int) -> list[list[ActRequest]]:
+def batches(policy: OftPolicy, sizes: tuple[int, ...], num_words: int) -> list[list[PolicyRequest]]:
     rng, numbers = random.Random(0), np.random.default_rng(0)
     size = policy.info.image_height
     options = ActOptions(statistics_key=policy.info.statistics_keys[0])
@@ -65,15 +65,15 @@ def batches(policy: VlaPolicy, sizes: tuple[int, ...], num_words: int) -> list[l
             image = numbers.integers(0, 256, (size, size, 3), dtype=np.uint8)
             text = " ".join(rng.choices(WORDS, k=rng.randint(1, num_words)))
             seen.append(policy.model.complete(Observation(image, text)))
-        made.append([ActRequest(one, options=options) for one in seen])
+        made.append([PolicyRequest(one, options=options) for one in seen])
     return made
 
 
-def answers(policy: VlaPolicy, sent: list[list[ActRequest]]) -> np.ndarray:
+def answers(policy: OftPolicy, sent: list[list[PolicyRequest]]) -> np.ndarray:
     return np.array([one.chunk.actions for batch in sent for one in policy.act(batch)])
 
 
-def test_nothing_is_captured_after_the_warm_up_and_answers_are_the_same(policy: VlaPolicy) -> None:
+def test_nothing_is_captured_after_the_warm_up_and_answers_are_the_same(policy: OftPolicy) -> None:
     runner = captured(policy)
     serving = on(policy, runner)
     serving.warm_up()
@@ -87,7 +87,7 @@ def test_nothing_is_captured_after_the_warm_up_and_answers_are_the_same(policy: 
     np.testing.assert_allclose(found, answers(on(policy, StepRunner()), sent), atol=TOLERANCE)
 
 
-def test_what_is_beyond_the_reserve_is_answered_all_the_same(policy: VlaPolicy) -> None:
+def test_what_is_beyond_the_reserve_is_answered_all_the_same(policy: OftPolicy) -> None:
     runner = captured(policy)
     serving = on(policy, runner)
     with runner.warming_up():

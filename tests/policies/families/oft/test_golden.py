@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deft_core.image_chain import ImageChain
 from deft_core.types import ActionChunk, ActOptions
-from deft_policies.base import ActRequest
+from deft_policies.base import PolicyRequest
 from deft_policies.checkpoint.config import EXTREMES, QUANTILES, parse_statistics
 from deft_policies.checkpoint.fields import JsonFields
 from deft_policies.checkpoint.tensor_file import read_tensors
@@ -19,8 +19,8 @@ from deft_policies.families.loading import load_policy
 from deft_policies.families.oft.files import FilmTowers
 from deft_policies.families.oft.model import Oft, normalise_state
 from deft_policies.families.oft.modules import StateProjector
+from deft_policies.families.oft.policy import OftPolicy
 from deft_policies.families.options import ModelOptions
-from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.formats import Precision
 from deft_policies.model.graphs import StepRunner
 from deft_policies.model.image import ImageProcessor
@@ -44,7 +44,7 @@ SHARP_TOLERANCE = 2e-3
 CASES = golden_oft.cases()
 NAMES = [case.name for case in CASES]
 
-Policies = Mapping[str, VlaPolicy]
+Policies = Mapping[str, OftPolicy]
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +65,10 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> Policies:
     return loaded
 
 
-def request_for(case: OftCase) -> ActRequest:
+def request_for(case: OftCase) -> PolicyRequest:
     """A case as a robot sends it."""
     options = ActOptions(statistics_key=case.statistics_key, want_trace=True)
-    return ActRequest(case.observation(), options=options)
+    return PolicyRequest(case.observation(), options=options)
 
 
 def answer(policies: Policies, case: OftCase) -> ActionChunk:
@@ -79,14 +79,14 @@ def answer(policies: Policies, case: OftCase) -> ActionChunk:
     return policy.act([request])[0].chunk
 
 
-def with_chain(policy: VlaPolicy, chain: ImageChain) -> VlaPolicy:
+def with_chain(policy: OftPolicy, chain: ImageChain) -> OftPolicy:
     ours = oft_of(policy)
     images = ImageProcessor(ours.network.config.image, chain)
     ranges = (ours.statistics, ours.states)
-    return VlaPolicy(Oft(ours.network, ours.parts, ours.encode, images, *ranges))
+    return OftPolicy(Oft(ours.network, ours.parts, ours.encode, images, *ranges))
 
 
-def oft_of(policy: VlaPolicy) -> Oft:
+def oft_of(policy: OftPolicy) -> Oft:
     assert isinstance(policy.model, Oft)
     return policy.model
 
@@ -283,7 +283,7 @@ def test_a_batch_of_different_prompts_is_answered_like_its_frames_alone(
         ours = oft_of(policy)
         runner, ranges = StepRunner(RecordingCapturer().capture), (ours.statistics, ours.states)
         again = Oft(ours.network, ours.parts, ours.encode, ours.images, *ranges, runner)
-        policy = VlaPolicy(again)
+        policy = OftPolicy(again)
     cases = [case for case in CASES if case.variant.name == name and case.fields["center_crop"]]
     assert len({len(case.fields["prompt_ids"]) for case in cases[:3]}) > 1
     chunks = [one.chunk for one in policy.act([request_for(case) for case in cases[:3]])]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deft_core.types import ActOptions, Observation
-from deft_policies.base import ActRequest, LimitedPolicy, Verdict
+from deft_policies.base import PolicyRequest, Verdict
 from deft_policies.checkpoint.open import locate_checkpoint
 from deft_policies.checkpoint.tensor_file import read_tensors
 from deft_policies.errors import CheckpointError, RequestError
@@ -149,7 +149,6 @@ def test_the_robot_follows_from_the_head_and_not_from_names(tmp_path: Path) -> N
 
 def test_limits_are_those_of_the_statistics(tmp_path: Path) -> None:
     motions = load_policy(options_for(write(tmp_path, "l1_1img", "motions")))
-    assert isinstance(motions, LimitedPolicy)
     assert motions.action_limits(None).high[6] == 1.0
 
 
@@ -280,7 +279,7 @@ def test_an_observation_without_what_the_model_reads_is_refused(tmp_path: Path) 
     options = ActOptions(statistics_key="libero_10")
     whole = Observation(frame, "lift", {"side": frame, "left_wrist": frame}, state)
     policy.check(whole, options)
-    (answer,) = policy.act([ActRequest(whole, options=options)])
+    (answer,) = policy.act([PolicyRequest(whole, options=options)])
     assert answer.chunk.actions.shape == (8, 7)
     for observation, field in (
         (Observation(frame, "lift", {"side": frame}, state), "cameras"),
@@ -309,7 +308,7 @@ def test_random_weights_answer_without_a_checkpoint() -> None:
     seen = Observation(frame, "lift it", {"wrist": frame}, np.zeros(8, dtype=np.float32))
     policy.check(seen, ActOptions())
     policy.warm_up()
-    (answer,) = policy.act([ActRequest(seen)])
+    (answer,) = policy.act([PolicyRequest(seen)])
     chunk = answer.chunk
     assert chunk.actions.shape == (8, 7)
     assert np.isfinite(chunk.actions).all()

@@ -10,13 +10,13 @@ from safetensors.torch import load_file, save_file
 
 from deft_core.image_chain import ImageChain
 from deft_core.types import ActOptions
-from deft_policies.base import ActRequest
+from deft_policies.base import PolicyRequest
 from deft_policies.checkpoint.open import load_model
 from deft_policies.errors import CheckpointError
 from deft_policies.families.loading import load_policy
 from deft_policies.families.oft.model import Oft
+from deft_policies.families.oft.policy import OftPolicy
 from deft_policies.families.options import ModelOptions
-from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.formats import Precision
 from tests import golden, golden_oft
 from tests.policies.checkpoint.checkpoint_files import edit_json, open_checkpoint
@@ -45,7 +45,7 @@ def write_run(folder: Path, base: str | Path = golden.TINY_OPENVLA, head: str = 
     return folder
 
 
-def load(checkpoint: Path, adapter: Path | None = None) -> VlaPolicy:
+def load(checkpoint: Path, adapter: Path | None = None) -> OftPolicy:
     return load_policy(
         ModelOptions(
             checkpoint=str(checkpoint),
@@ -59,11 +59,11 @@ def load(checkpoint: Path, adapter: Path | None = None) -> VlaPolicy:
     )
 
 
-def tokens_of(policy: VlaPolicy) -> np.ndarray:
+def tokens_of(policy: OftPolicy) -> np.ndarray:
     found = []
     for case in CASES:
         options = ActOptions(statistics_key=case.statistics_key, want_trace=True)
-        (answer,) = policy.act([ActRequest(case.observation(), options=options)])
+        (answer,) = policy.act([PolicyRequest(case.observation(), options=options)])
         assert answer.chunk.trace is not None
         found.append(answer.chunk.trace.tokens)
     return np.array(found)

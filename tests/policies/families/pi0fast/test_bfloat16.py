@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from deft_core.types import ActOptions
-from deft_policies.base import ActRequest
+from deft_policies.base import PolicyRequest
 from deft_policies.families.loading import load_policy
 from deft_policies.memory import SessionMemory
 from deft_policies.model.formats import Precision
@@ -24,10 +24,10 @@ def test_drafts_change_no_token_in_bfloat16(name: str, grammar: str) -> None:
     memories, num_saved = dict.fromkeys(METHODS, SessionMemory()), 0
     for frame in session["frames"][:3]:
         shown = observation({**frame, "instruction": session["instruction"]})
-        plain = policy.act([ActRequest(shown, options=ActOptions(decoding="autoregressive"))])[0]
+        plain = policy.act([PolicyRequest(shown, options=ActOptions(decoding="autoregressive"))])[0]
         assert plain.chunk.trace is not None
         for method in METHODS:
-            request = ActRequest(shown, memories[method], ActOptions(decoding=method))
+            request = PolicyRequest(shown, memories[method], ActOptions(decoding=method))
             answer = policy.act([request])[0]
             memories[method], trace = answer.memory, answer.chunk.trace
             assert trace is not None

@@ -12,7 +12,7 @@ import safetensors.torch as torch_files
 import torch
 
 from deft_core.types import ActOptions
-from deft_policies.base import ActRequest
+from deft_policies.base import PolicyRequest
 from deft_policies.families.loading import load_policy
 from deft_policies.families.pi0fast.files import Pi0FastFiles, read_files
 from deft_policies.families.pi0fast.normalization import Mode, Normalization, Numbers
@@ -41,9 +41,9 @@ def step(content: Any, name: str) -> Any:
 
 def tokens_of(folder: Path) -> list[int]:
     policy = load_policy(options_of(str(folder), grammar="off"))
-    (answer,) = policy.act([ActRequest(observation(case("meanstd", 0)))])
+    (answer,) = policy.act([PolicyRequest(observation(case("meanstd", 0)))])
     assert answer.chunk.actions.shape == (16, 6)
-    (traced,) = policy.act([ActRequest(observation(case("meanstd", 0)), options=TRACED)])
+    (traced,) = policy.act([PolicyRequest(observation(case("meanstd", 0)), options=TRACED)])
     assert traced.chunk.trace is not None
     return list(traced.chunk.trace.tokens)
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from deft_core.types import ActOptions
-from deft_policies.base import ActRequest
+from deft_policies.base import PolicyRequest
 from deft_policies.families.loading import open_model
 from deft_policies.families.pi0fast.family import Pi0FastFamily
 from deft_policies.families.policy import VlaPolicy
@@ -28,13 +28,13 @@ def test_a_session_and_two_frames_at_a_time(name: str, grammar: str) -> None:
     memory = SessionMemory()
     for frame in session["frames"][:3]:
         shown = observation({**frame, "instruction": session["instruction"]})
-        (answer,) = policy.act([ActRequest(shown, memory, ActOptions(want_trace=True))])
+        (answer,) = policy.act([PolicyRequest(shown, memory, ActOptions(want_trace=True))])
         memory, trace = answer.memory, answer.chunk.trace
         assert trace is not None
         assert list(trace.tokens) == frame["generated_ids"]
     both = [case(name, number) for number in (0, 14 if name == "meanstd" else 7)]
     for frame, answer in zip(
-        both, policy.act([ActRequest(observation(one)) for one in both]), strict=True
+        both, policy.act([PolicyRequest(observation(one)) for one in both]), strict=True
     ):
         if frame["valid"]:
             np.testing.assert_allclose(answer.chunk.actions, frame["actions"], atol=1e-5)

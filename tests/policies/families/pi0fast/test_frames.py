@@ -8,7 +8,7 @@ import pytest
 from numpy.typing import NDArray
 
 from deft_core.types import ActOptions, Observation
-from deft_policies.base import ActRequest
+from deft_policies.base import PolicyRequest
 from deft_policies.decoding.clock import StageClock
 from deft_policies.errors import RequestError
 from deft_policies.families.loading import load_policy
@@ -92,9 +92,9 @@ def test_the_prompt_sees_itself_and_no_draft() -> None:
 def test_an_answer_is_the_same_beside_others() -> None:
     policy, numbers = policy_of("meanstd"), (0, 14, 7)
     frames = [observation(case("meanstd", number)) for number in numbers]
-    together = policy.act([ActRequest(one, options=ActOptions()) for one in frames])
+    together = policy.act([PolicyRequest(one, options=ActOptions()) for one in frames])
     for frame, answer in zip(frames, together, strict=True):
-        (alone,) = policy.act([ActRequest(frame)])
+        (alone,) = policy.act([PolicyRequest(frame)])
         assert np.array_equal(alone.chunk.actions, answer.chunk.actions)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deft_core.types import ActOptions, Observation
-from deft_policies.base import ActRequest
+from deft_policies.base import PolicyRequest
 from deft_policies.families.loading import load_policy
 from deft_policies.memory import SessionMemory
 from deft_policies.model.formats import Precision
@@ -36,11 +36,11 @@ def check(name: str, num_threads: int, grammar: str) -> None:
         )
         key = frame["statistics_key"]
         asked = ActOptions(statistics_key=key, decoding="autoregressive", want_log_probs=True)
-        plain = policy.act([ActRequest(shown, options=asked)])[0].chunk
+        plain = policy.act([PolicyRequest(shown, options=asked)])[0].chunk
         assert plain.trace is not None
         for method in METHODS:
             asked = ActOptions(statistics_key=key, decoding=method, want_log_probs=True)
-            answer = policy.act([ActRequest(shown, memories[method], asked)])[0]
+            answer = policy.act([PolicyRequest(shown, memories[method], asked)])[0]
             memories[method], trace = answer.memory, answer.chunk.trace
             assert trace is not None
             assert trace.tokens == plain.trace.tokens, (method, frame["images"])

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from deft_core.types import ActOptions, Observation
-from deft_policies.base import ActRequest, Verdict
+from deft_policies.base import PolicyRequest, Verdict
 from deft_policies.commands import act
 from deft_policies.commands.act import Case, answer_cases
 from deft_policies.decoding.clock import StageClock
@@ -208,7 +208,7 @@ def test_no_drafts_change_an_answer(name: str) -> None:
         options = ActOptions(statistics_key=frame["statistics_key"], want_trace=True)
         if grammar == "off":
             options = replace(options, max_tokens=frame["max_new_tokens"])
-        request = ActRequest(observe(frame), memory, options)
+        request = PolicyRequest(observe(frame), memory, options)
         trace = policy_of(name, "lossless", grammar).act([request])[0].chunk.trace
         assert trace is not None
         end = [] if grammar == "off" else [about["end_ids"][0]]
@@ -235,7 +235,7 @@ def test_a_changed_answer_says_what_the_model_would_have_written() -> None:
     options = ActOptions(want_trace=True)
     chunk = (
         policy_of("libero", "lossless", "on")
-        .act([ActRequest(observe(frame), options=options)])[0]
+        .act([PolicyRequest(observe(frame), options=options)])[0]
         .chunk
     )
     trace, own = chunk.trace, frame["generated_ids"]
@@ -335,7 +335,7 @@ def test_a_limit_cuts_no_answer_that_has_a_grammar() -> None:
     frame = variant("nora")["cases"][0]
     options = ActOptions(statistics_key=frame["statistics_key"], max_tokens=2)
     for grammar in GRAMMARS:
-        request = ActRequest(observe(frame), options=options)
+        request = PolicyRequest(observe(frame), options=options)
         answer = policy_of("nora", "lossless", grammar).act([request])[0]
         assert (answer.error is None) == (grammar == "on")
         family = open_model(options_of("nora", grammar=grammar, max_tokens=2))
@@ -347,7 +347,7 @@ def test_nora_in_int8_answers() -> None:
     options = options_of("nora", precision=Precision.FLOAT32, quantization=Quantization.INT8)
     frame = variant("nora")["cases"][0]
     options_of_frame = ActOptions(statistics_key=frame["statistics_key"])
-    request = ActRequest(observe(frame), options=options_of_frame)
+    request = PolicyRequest(observe(frame), options=options_of_frame)
     assert load_policy(options).act([request])[0].chunk.actions.shape == (1, 7)
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from deft_core.types import Observation
-from deft_policies.base import ActRequest
+from deft_policies.base import PolicyRequest
 from deft_policies.benchmark.transformers_loops import QwenLoop, QwenPolicy, build_qwen
 from deft_policies.decoding.clock import StageClock
 from deft_policies.errors import CheckpointError
@@ -62,7 +62,7 @@ def tokens_of(policy: VlaPolicy | QwenPolicy) -> list[tuple[int, ...]]:
     for case in variant("tied")["cases"][:3]:
         image, wrist = cameras(case)
         shown = Observation(image, case["instruction"], {"wrist": wrist})
-        trace = policy.act([ActRequest(shown)])[0].chunk.trace
+        trace = policy.act([PolicyRequest(shown)])[0].chunk.trace
         assert trace is not None
         found.append(trace.tokens)
     return found

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deft_core.types import ActOptions, Observation
-from deft_policies.base import ActRequest
+from deft_policies.base import PolicyRequest
 from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
 from deft_policies.memory import SessionMemory
@@ -33,10 +33,10 @@ def check(name: str, num_threads: int, max_tokens: int | None = None) -> None:
     for frame in session["frames"][:3]:
         image, wrist = cameras(frame)
         shown = Observation(image, session["instruction"], {"wrist": wrist})
-        plain = policy.act([ActRequest(shown, options=ActOptions(decoding="autoregressive"))])[0]
+        plain = policy.act([PolicyRequest(shown, options=ActOptions(decoding="autoregressive"))])[0]
         assert plain.chunk.trace is not None
         for method in METHODS:
-            request = ActRequest(shown, memories[method], ActOptions(decoding=method))
+            request = PolicyRequest(shown, memories[method], ActOptions(decoding=method))
             answer = policy.act([request])[0]
             memories[method], trace = answer.memory, answer.chunk.trace
             assert trace is not None

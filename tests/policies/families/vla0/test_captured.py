@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from deft_core.types import ActOptions, Observation
-from deft_policies.base import ActRequest
+from deft_policies.base import PolicyRequest
 from deft_policies.decoding.captured import shapes_of
 from deft_policies.decoding.warm_up import capture
 from deft_policies.families.loading import open_model
 from deft_policies.families.options import ModelOptions
-from deft_policies.families.policy import VlaPolicy, _RunningFrame
+from deft_policies.families.policy import VlaPolicy, _RunningRequest
 from deft_policies.families.vla0.family import Vla0Family
 from deft_policies.families.vla0.model import WIDEST, Vla0
 from deft_policies.memory import SessionMemory
@@ -37,14 +37,14 @@ def policy_on(name: str, runner: StepRunner) -> VlaPolicy:
     return VlaPolicy(family.load(CPU, torch.float32, runner), family.options)
 
 
-def requests_of(name: str, first: int, memories: list[SessionMemory]) -> list[ActRequest]:
+def requests_of(name: str, first: int, memories: list[SessionMemory]) -> list[PolicyRequest]:
     found = []
     for index, memory in enumerate(memories):
         frame = variant(name)["cases"][first + index]
         image, wrist = cameras(frame)
         options = ActOptions(decoding=METHODS[(first + index) % 3], want_trace=True)
         shown = Observation(image, frame["instruction"], {"wrist": wrist})
-        found.append(ActRequest(shown, memory, options))
+        found.append(PolicyRequest(shown, memory, options))
     return found
 
 
@@ -57,7 +57,7 @@ def serve(policy: VlaPolicy, name: str) -> list[tuple[int, ...]]:
         while any(not one.has_ended for one in frames):
             policy.step()
         for one in frames:
-            assert isinstance(one, _RunningFrame)
+            assert isinstance(one, _RunningRequest)
             assert one.sequence is not None
             found.append(tuple(one.sequence.tokens))
     return found

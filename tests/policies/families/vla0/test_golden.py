@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from deft_core.types import ActOptions, Observation
-from deft_policies.base import ActRequest
+from deft_policies.base import PolicyRequest
 from deft_policies.commands import act
 from deft_policies.commands.act import Case, answer_cases
 from deft_policies.decoding.acceptance.numbers import SPACE
@@ -108,7 +108,7 @@ def test_a_guarded_answer_takes_few_passes_where_narrow_ones_pay(name: str) -> N
         memory = SessionMemory()
         for frame in session["frames"]:
             shown = observe({**frame, "instruction": session["instruction"]})
-            request = ActRequest(shown, memory, ActOptions(want_trace=True))
+            request = PolicyRequest(shown, memory, ActOptions(want_trace=True))
             answer = policy.act([request])[0]
             trace, memory = answer.chunk.trace, answer.memory
             assert trace is not None
@@ -128,7 +128,7 @@ def test_rows_are_told_once_their_numbers_are_committed(decoding: str) -> None:
     for frame in session["frames"][:2]:
         told: list[NDArray[np.float64]] = []
         shown = observe({**frame, "instruction": session["instruction"]})
-        request = ActRequest(shown, memory, on_actions=told.append)
+        request = PolicyRequest(shown, memory, on_actions=told.append)
         answer = policy.act([request])[0]
         actions, memory = answer.chunk.actions.tolist(), answer.memory
         assert [one.tolist() for one in told] == [actions[: len(one)] for one in told]
@@ -234,9 +234,9 @@ def test_drafts_change_no_answer_in_drawn_sessions() -> None:
         for _ in range(2):
             shown = replace(frame, image=image)
             options = ActOptions(want_trace=True, max_tokens=int(random.integers(8, 25)))
-            wanted = plain.act([ActRequest(shown, memory, options)])[0]
+            wanted = plain.act([PolicyRequest(shown, memory, options)])[0]
             moved = replace(options, executed_steps=int(random.integers(0, 9)))
-            found = lossless.act([ActRequest(shown, memory, moved)])[0]
+            found = lossless.act([PolicyRequest(shown, memory, moved)])[0]
             assert wanted.chunk.trace is not None
             assert found.chunk.trace is not None
             assert found.chunk.trace.tokens == wanted.chunk.trace.tokens
@@ -254,15 +254,13 @@ def test_no_drafts_change_an_answer(name: str) -> None:
     for number in range(30):
         frame = variant(name)["cases"][number % 3]
         wanted = 8 * int(random.integers(1, 8))
-        right = [
-            policy.token_model.specs["default"].ids.index(one) for one in frame["generated_ids"]
-        ]
+        right = [policy.model.specs["default"].ids.index(one) for one in frame["generated_ids"]]
         drawn = random.integers(0, 12, len(right))
         is_drawn = random.random(len(right)) < random.random()
         drafts = np.where(is_drawn, drawn, right).tolist()
         memory = SessionMemory(answer=tuple(drafts))
         options = ActOptions(want_trace=True, max_tokens=wanted)
-        trace = policy.act([ActRequest(observe(frame), memory, options)])[0].chunk.trace
+        trace = policy.act([PolicyRequest(observe(frame), memory, options)])[0].chunk.trace
         assert trace is not None
         assert list(trace.tokens) == frame["generated_ids"][:wanted]
         assert trace.num_passes <= wanted
@@ -338,19 +336,19 @@ def test_a_request_says_how_many_rows_were_executed() -> None:
     """Where the last answer is moved by as many, what is drafted lines up."""
     policy = policy_of("untied", "lossless")
     frame = variant("untied")["cases"][0]
-    first = policy.act([ActRequest(observe(frame))])[0]
+    first = policy.act([PolicyRequest(observe(frame))])[0]
     tokens = first.memory.answer
     rows = [" ".join(split) for split in _rows_of(policy, tokens)]
     passes = {}
     for moved in (1, 3):
         text = " ".join(rows[:1] * moved + rows[: 8 - moved])  # the world moved by so many rows
-        ids = policy.token_model.specs["default"].ids
+        ids = policy.model.specs["default"].ids
         named = ["0123456789 ".index(one) for one in text]
         memory = SessionMemory(answer=(*named, 11))
         assert len(ids) == 12
         for said in (None, 1, 3):
             options = ActOptions(want_trace=True, executed_steps=said)
-            answer = policy.act([ActRequest(observe(frame), memory, options)])[0]
+            answer = policy.act([PolicyRequest(observe(frame), memory, options)])[0]
             assert answer.memory.answer == tokens
             assert answer.chunk.trace is not None
             passes[moved, said] = answer.chunk.trace.num_passes
@@ -382,7 +380,7 @@ def test_bfloat16_and_int8_answer() -> None:
         ),
     ):
         policy = load_policy(options)
-        request = ActRequest(
+        request = PolicyRequest(
             observe(variant("tied")["cases"][0]), options=ActOptions(want_trace=True, max_tokens=8)
         )
         trace = policy.act([request])[0].chunk.trace
