@@ -14,7 +14,7 @@ from deft_policies.base import PolicyAnswer, PolicyRequest
 from deft_policies.constant import ConstantPolicy
 from deft_server.app import create_app
 from tests.core.datasets.test_lerobot import episodes
-from tests.peer_environment import LEROBOT_MARKS, lerobot_python
+from tests.peer_environment import LEROBOT_MARKS, LEROBOT_VERSIONS, lerobot_python
 from tests.repository import ROOT
 from tests.server.running import running
 
@@ -37,10 +37,11 @@ class Watching(ConstantPolicy):
 
 
 @pytest.mark.timeout(600)  # installing takes a minute or two, once
+@pytest.mark.parametrize("version", LEROBOT_VERSIONS)
 def test_frames_arrive_to_the_pixel_and_actions_to_the_bit_of_float32(
-    request: pytest.FixtureRequest, tmp_path: Path
+    request: pytest.FixtureRequest, tmp_path: Path, version: str
 ) -> None:
-    python = lerobot_python(request.config.cache)
+    python = lerobot_python(request.config.cache, version)
     stored = episodes(count=1)
     write_lerobot(stored, tmp_path / "set", fps=20)
     policy = Watching()

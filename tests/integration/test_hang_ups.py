@@ -25,6 +25,7 @@ from deft_core.peers.openvla import openvla_fields
 from deft_libero.policies.peers import OpenPiPolicy, OpenVlaPolicy
 from tests.draws import draws
 from tests.repository import ROOT
+from tests.server.nginx import NEEDS_NGINX, nginx_before
 
 pytestmark = pytest.mark.promise
 
@@ -36,13 +37,13 @@ Act = Callable[[Observation], NDArray[np.float64]]
 
 
 @contextmanager
-def served(log: Path) -> Iterator[str]:
+def served(log: Path, *flags: str) -> Iterator[str]:
     """`deft serve` with a tiny checkpoint, whose answers many hang-ups meet; yields its URL."""
     code = "from deft_server.__main__ import main; raise SystemExit(main())"
     paths = os.pathsep.join(str(ROOT / name) for name in ("client", "policies", "server"))
     with log.open("w") as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-c", code, "serve", "--port", "0", *FLAGS],
+            [sys.executable, "-c", code, "serve", "--port", "0", *FLAGS, *flags],
             stderr=stderr,
             env={**os.environ, "PYTHONPATH": paths},
         )
@@ -94,11 +95,10 @@ def hang_up(url: str, number: int, is_over: threading.Event) -> None:
             client.act(observation(100 + rng.randrange(10)))
 
 
-@pytest.mark.timeout(900)  # hundreds of answers, on a machine that may do other work
-def test_no_robot_gets_a_wrong_action_because_another_hung_up(tmp_path: Path) -> None:
-    log = tmp_path / "server.log"
+def outcomes(url: str) -> Counter[str]:
+    """What steady robots got beside callers that hang up: right, wrong, or an error's text."""
     seen: Counter[str] = Counter()
-    with served(log) as url, steady_robots(url) as robots:
+    with steady_robots(url) as robots:
         alone = [act(observation(number)) for number, act in enumerate(robots)]
         is_over, locks = threading.Event(), threading.Lock()
 
@@ -123,5 +123,26 @@ def test_no_robot_gets_a_wrong_action_because_another_hung_up(tmp_path: Path) ->
             one.start()
         for one in threads:
             one.join()
+    return seen
+
+
+@pytest.mark.timeout(900)  # hundreds of answers, on a machine that may do other work
+def test_no_robot_gets_a_wrong_action_because_another_hung_up(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    with served(log) as url:
+        seen = outcomes(url)
+    assert seen == {"right": seen["right"]}, seen
+    assert "the policy raised" not in log.read_text()
+
+
+@NEEDS_NGINX
+@pytest.mark.timeout(900)
+def test_nor_where_all_share_the_connections_of_a_proxy(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    with (
+        served(log, "--trusted-proxies", "127.0.0.1") as url,
+        nginx_before(int(url.rsplit(":", 1)[1]), tmp_path) as proxy,
+    ):
+        seen = outcomes(proxy.url)
     assert seen == {"right": seen["right"]}, seen
     assert "the policy raised" not in log.read_text()

@@ -1,6 +1,8 @@
 """nginx on this machine with the files of deploy/nginx, before a server."""
 
+import os
 import re
+import shutil
 import socket
 import subprocess
 import threading
@@ -9,9 +11,15 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from tests.server.certificates import make_certificate
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "nginx"
+NEEDS_NGINX = pytest.mark.skipif(
+    shutil.which("nginx") is None and os.environ.get("DEFT_TEST_NGINX") != "required",
+    reason="needs nginx",
+)
 WEBSOCKETS_ALONE = '"~*^websocket$" websocket;'
 
 

@@ -1,7 +1,5 @@
 """nginx with our files before a server: what the process leaves to the proxy is held by it."""
 
-import os
-import shutil
 import socket
 import ssl
 import threading
@@ -19,18 +17,14 @@ from deft_client.client import PolicyClient
 from deft_client.errors import AccessDeniedError, NotReadyError
 from deft_client.settings import ClientSettings, TlsFiles
 from deft_core.wire import codec
-from tests.server.nginx import Proxy, nginx_before
+from tests.server.nginx import NEEDS_NGINX, Proxy, nginx_before
 from tests.server.process import serving
 from tests.standins.policies import MSGPACK, frame, packed
 
 NAME = "robots.example"
 MAX_STREAMS = 3
 
-needed = pytest.mark.skipif(
-    shutil.which("nginx") is None and os.environ.get("DEFT_TEST_NGINX") != "required",
-    reason="needs nginx",
-)
-pytestmark = needed
+pytestmark = NEEDS_NGINX
 
 
 @pytest.fixture(scope="module")
