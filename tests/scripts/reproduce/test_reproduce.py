@@ -545,7 +545,7 @@ def test_the_command_runs_a_study_over_a_policy_given_by_flags(tmp_path, data, c
     assert load_run(out / "frames" / PLAIN).header.server["weights"] == "random:small"
     assert check(out) == []
     assert main(["nothing", "--out", str(out)]) == 1
-    assert "'nothing'; known: comparison" in capsys.readouterr().err
+    assert "'nothing'; known: block-head" in capsys.readouterr().err
 
 
 def test_a_table_is_printed_for_a_checkpoint_of_ones_own(tmp_path, data, capsys):
