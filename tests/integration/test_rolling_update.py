@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from deft_core.types import ActionChunk, ActOptions
-from deft_policies.base import ActAnswer, ActRequest
+from deft_policies.base import PolicyAnswer, PolicyRequest
 from deft_server.replicas.front import ReplicaHost
 from deft_server.replicas.ray_serve import (
     APPLICATION,
@@ -35,13 +35,13 @@ class Version(FileGatedPolicy, LimitedFake):
 
     held: str = ""  # a file: a slow frame is being answered
 
-    def act(self, batch: Sequence[ActRequest]) -> list[ActAnswer]:
+    def act(self, batch: Sequence[PolicyRequest]) -> list[PolicyAnswer]:
         if all(one.observation.instruction != SLOW for one in batch):
             return LimitedFake.act(self, batch)
         Path(self.held).touch()
         return super().act(batch)
 
-    def answer(self, request: ActRequest) -> ActionChunk:
+    def answer(self, request: PolicyRequest) -> ActionChunk:
         return ActionChunk(np.full((1, 7), self.limit / 2))
 
 
