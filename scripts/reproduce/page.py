@@ -12,7 +12,7 @@ import difflib
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -276,18 +276,20 @@ def _tables(
     rows: Sequence[RowResults], others: Sequence[str], timed: Sequence[str]
 ) -> Iterator[str]:
     """The columns of each experiment in a table of its own: a row holds no two of them."""
-    found = [_columns(rows, others), _columns([one for one in rows if one.timed], timed)]
-    if not all(found):
-        yield from filter(None, found)
-        return
-    has_episodes = "success" in others and any(one.played for one in rows)
-    yield _EPISODES_AND_FRAMES if has_episodes else _FRAMES
-    yield found[0]
-    yield _TIMED
-    yield _columns([one for one in rows if one.timed], dict.fromkeys([_SERVED_PASSES, *timed]))
+    frames = _columns(rows, others)
+    if frames and timed:
+        timed = [*dict.fromkeys([_SERVED_PASSES, *timed])]
+    times = _columns([one for one in rows if one.timed], timed)
+    if frames and times:
+        has_episodes = "success" in others and any(one.played for one in rows)
+        yield _EPISODES_AND_FRAMES if has_episodes else _FRAMES
+    yield frames
+    if frames and times:
+        yield _TIMED
+    yield times
 
 
-def _columns(rows: Sequence[RowResults], measures: Iterable[str]) -> str:
+def _columns(rows: Sequence[RowResults], measures: Sequence[str]) -> str:
     """Rows with the measures that any of them has; empty where none has one."""
     cells = [[one.row.name, *(cell_of(name, one)[0] for name in measures)] for one in rows]
     columns, cells = without_empty(["", *map(heading_of, measures)], cells)
