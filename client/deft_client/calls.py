@@ -31,7 +31,7 @@ from deft_client.errors import (
 )
 from deft_client.settings import API_KEY_VARIABLE, ClientSettings, Retries, check_url
 from deft_core.errors import DeftError, MessageTooLargeError, Problem, UnusableValueError
-from deft_core.types import ActionChunk, ActOptions, Observation, ServerInfo, replace_unchecked
+from deft_core.types import ActionChunk, ActOptions, Observation, ServerInfo
 from deft_core.wire.codec import (
     decode_answer,
     decode_answers,
@@ -161,7 +161,7 @@ class ClientCalls:
     def _act_request(self, observation: Observation, options: ActOptions | None) -> HttpRequest:
         settings, options = self.settings, options or ActOptions()
         until = self._until(options.deadline_ms)
-        options = replace_unchecked(options, {"session_id": options.session_id or self.session_id})
+        options = replace(options, session_id=options.session_id or self.session_id)
         self._warn_of_unread(observation)
         message = ActMessage(observation, options, self._message_id())
         body = encode_request(message, settings.image_encoding, settings.jpeg_quality)
@@ -174,7 +174,7 @@ class ClientCalls:
         until = self._until(options.deadline_ms)
         body = encode_requests(
             [
-                ActMessage(one, replace_unchecked(options, {"session_id": name}))
+                ActMessage(one, replace(options, session_id=name))
                 for name, one in observations.items()
             ],
             self._message_id(),
@@ -353,8 +353,8 @@ def authorization(settings: ClientSettings) -> dict[str, str]:
 def timed(chunk: ActionChunk, started: float) -> ActionChunk:
     """Return the chunk with the time since `started` as its round trip."""
     round_trip_ms = 1000 * (time.perf_counter() - started)
-    timings = replace_unchecked(chunk.timings, {"round_trip_ms": round_trip_ms})
-    return replace_unchecked(chunk, {"timings": timings})
+    timings = replace(chunk.timings, round_trip_ms=round_trip_ms)
+    return replace(chunk, timings=timings)
 
 
 def next_pause_s(failure: DeftError, attempt: int, retries: Retries) -> float | None:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -25,7 +26,7 @@ from deft_core.recordings import (
     encode_header,
     encode_step,
 )
-from deft_core.types import ActingPolicy, ActionChunk, ActOptions, Observation, replace_unchecked
+from deft_core.types import ActingPolicy, ActionChunk, ActOptions, Observation
 from deft_core.wire.images import ImageEncoding
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class Recorder:
             step = (
                 _copy(observation),
                 options,
-                replace_unchecked(chunk, {"actions": chunk.actions.copy()}),
+                replace(chunk, actions=chunk.actions.copy()),
             )
             self._later(partial(self._append, time.monotonic(), session_id, *step))
         return chunk
@@ -208,9 +209,9 @@ def _copy(observation: Observation) -> Observation:
     """Its own pixels: the camera may use the memory again before they are written."""
     cameras = {name: image.copy() for name, image in observation.cameras.items()}
     state = observation.state
-    changes = {
-        "image": observation.image.copy(),
-        "cameras": cameras,
-        "state": None if state is None else state.copy(),
-    }
-    return replace_unchecked(observation, changes)
+    return replace(
+        observation,
+        image=observation.image.copy(),
+        cameras=cameras,
+        state=None if state is None else state.copy(),
+    )

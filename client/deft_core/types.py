@@ -3,23 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 Image = NDArray[np.uint8]  # [height, width, 3], RGB, upright as a person would see it
-RecordT = TypeVar("RecordT")
-
-
-def replace_unchecked(record: RecordT, changes: Mapping[str, object]) -> RecordT:
-    """Return a dataclass with other values in some fields, which it does not check.
-
-    For what is done to every frame: `dataclasses.replace` takes many times as long.
-    """
-    found = object.__new__(type(record))
-    vars(found).update(vars(record), **changes)
-    return found
 
 
 def _check_image(name: str, image: Image) -> None:

@@ -65,7 +65,12 @@ class DeftApp(FastAPI):
                 await run_in_threadpool(recording.stop)
 
         super().__init__(
-            title="Deft", version=service.version, lifespan=lifespan, docs_url=None, redoc_url=None
+            title="Deft",
+            version=service.version,
+            lifespan=lifespan,
+            docs_url=None,
+            redoc_url=None,
+            telemetry={"tracing": False, "metrics": False, "logs": False},  # ours are at /metrics
         )
         self.router.redirect_slashes = False  # it would send a caller to whatever Host says
 

@@ -23,6 +23,7 @@ MAX_SESSIONS = 64
 MAX_CAMERAS = 3  # whose last pictures are kept of a session, the main one among them
 PICTURE_SIDE = 384  # at most
 UNWATCHED_SIDE = 256  # the same while nobody looks
+UNWATCHED_PICTURE_EVERY_S = 1.0  # then a copy of every frame would cost each robot its time
 WINDOW_S = 30.0
 KEPT_S = 900.0  # what is older is forgotten
 TICK_S = 5.0  # of the timeline
@@ -57,6 +58,7 @@ class SessionHistory:
     session_id: str
     points: deque[Point] = field(default_factory=lambda: deque(maxlen=MAX_POINTS))
     pictures: dict[str, Image] = field(default_factory=dict)  # camera -> last frame, reduced
+    pictures_s: float = -math.inf  # when they were made
     instruction: str = ""
     trace: DecodeTrace | None = None
     thought: "Thought | None" = None
@@ -108,7 +110,7 @@ class _Finish:
 
     at_s: float
     total_ms: float
-    counts: "PassCounts"
+    counts: "PassCounts | None"  # None without a trace
 
 
 @dataclass(frozen=True)
@@ -203,19 +205,21 @@ class History:
             return
         session = self._session(event, now_s)
         session.seen_s, session.ended_s = now_s, None
-        side = PICTURE_SIDE if is_watched else UNWATCHED_SIDE
+        if is_watched or now_s - session.pictures_s >= UNWATCHED_PICTURE_EVERY_S:
+            side = PICTURE_SIDE if is_watched else UNWATCHED_SIDE
+            session.pictures, session.pictures_s = reduced(event.observation, side), now_s
         tick = self._tick(now_s)
         if event.chunk is None:
             session.num_errors += 1
             session.num_late += isinstance(event.error, DeadlineError)
             if isinstance(event.error, NoActionError):
-                _see(session, event, event.error.reasoning, side)
+                _see(session, event, event.error.reasoning)
             tick.errors += 1
-            self._enter(_Finish(now_s, math.nan, PassCounts()))
+            self._enter(_Finish(now_s, math.nan, None))
             return
         session.num_answers += 1
         session.note = "; ".join(event.chunk.notes)
-        _see(session, event, event.chunk.reasoning, side)
+        _see(session, event, event.chunk.reasoning)
         trace = event.chunk.trace if is_watched else None
         if trace is not None:
             session.trace = trace
@@ -223,7 +227,7 @@ class History:
         session.points.append(point)
         tick.answers += 1
         tick.slowest_ms = max(tick.slowest_ms, point.total_ms)
-        counts = counts_of(trace) if trace is not None else PassCounts()
+        counts = None if trace is None else counts_of(trace)
         self._enter(_Finish(now_s, point.total_ms, counts))
 
     def forget_old(self, now_s: float) -> None:
@@ -263,12 +267,15 @@ class History:
 
     def _enter(self, finish: _Finish) -> None:
         self._window.append(finish)
-        self._counts += finish.counts
+        if finish.counts is not None:
+            self._counts += finish.counts
         if len(self._window) > _MAX_WINDOW:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        self._counts -= self._window.popleft().counts
+        counts = self._window.popleft().counts
+        if counts is not None:
+            self._counts -= counts
         if not self._window:
             self._counts = PassCounts()  # and with it what rounding has left
 
@@ -285,9 +292,8 @@ class History:
         return session
 
 
-def _see(session: SessionHistory, event: FinishedAction, text: str | None, side: int) -> None:
-    """Keep what was to be seen, and what was written about it."""
-    session.pictures = reduced(event.observation, side)
+def _see(session: SessionHistory, event: FinishedAction, text: str | None) -> None:
+    """Keep what was asked, and what was written about it."""
     session.instruction = event.observation.instruction
     before = None if session.thought is None else session.thought.text
     trace = None if event.chunk is None else event.chunk.trace

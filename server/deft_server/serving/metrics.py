@@ -1,7 +1,6 @@
 """What the server counts and measures, for Prometheus. One registry per app, nothing global."""
 
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from operator import itemgetter
 from typing import get_args
@@ -48,14 +47,6 @@ _REASONS = (
 )  # fmt: skip
 MAX_KEYS = 256  # whose frames are counted apart
 OTHER_KEYS = "(others)"
-
-
-class _LoopHistogram(Histogram):
-    """The library's, counted on the event loop alone: without locks, in a fraction of the time."""
-
-    def observe(self, amount: float, exemplar: Mapping[str, str] | None = None) -> None:
-        self._sum._value += amount
-        self._buckets[bisect_left(self._upper_bounds, amount)]._value += 1
 
 
 class Metrics:
@@ -122,7 +113,7 @@ class Metrics:
         self.sessions = gauge("deft_sessions", "Sessions remembered")
 
     def _histogram(self, name: str, about: str, bounds: Sequence[float]) -> Histogram:
-        return _LoopHistogram(name, about, buckets=bounds, registry=self.registry)
+        return Histogram(name, about, buckets=bounds, registry=self.registry)
 
     def page(self) -> bytes:
         """Return all metrics in the text format of Prometheus."""

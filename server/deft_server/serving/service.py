@@ -39,6 +39,7 @@ from deft_server.serving.scheduler import Scheduler
 from deft_server.serving.sessions import SessionStore, flow_of
 from deft_server.settings import ActionRange, Settings
 
+EXPIRE_EVERY_S = 1.0
 MAX_WARNINGS = 1024  # callers and inputs that the log names once
 # Actions are computed from the same statistics as the range; only rounding may set them apart.
 ROUNDING = 1e-6
@@ -72,6 +73,7 @@ class Service:
         )
         self.scheduler.on_loaded = self._prepare
         self._warned: set[tuple[str, str]] = set()  # callers and inputs that nobody looks at
+        self._expiring: asyncio.TimerHandle | None = None
         self.num_in_hand = 0  # requests that were begun and not answered: stopping waits for them
         self.last_info: ServerInfo  # of the policy that is served, or was until it was lost
         self.metrics.sessions.set_function(lambda: len(self.sessions))
@@ -169,6 +171,7 @@ class Service:
         """Begin to load the policy; call on the event loop."""
         self.threads.start()
         self.scheduler.start()
+        self._expire_sessions()
 
     async def drain(self, timeout_s: float) -> bool:
         """Take no more frames and finish those in hand; return whether all were finished."""
@@ -181,6 +184,8 @@ class Service:
     async def close(self) -> None:
         """Refuse what is left and end the threads."""
         self.readiness.enter(ServerPhase.DRAINING)
+        if self._expiring is not None:
+            self._expiring.cancel()
         await self.scheduler.close()
         self.threads.stop()
 
@@ -190,6 +195,12 @@ class Service:
         for caller, session_id in ended:
             self.reset(session_id, Caller(caller))
         return len(ended)
+
+    def _expire_sessions(self) -> None:
+        """End sessions by a clock, so that their memory and files wait for nobody's next frame."""
+        self.sessions.expire(time.monotonic())
+        loop = asyncio.get_running_loop()
+        self._expiring = loop.call_later(EXPIRE_EVERY_S, self._expire_sessions)
 
     def _prepare(self, policy: HostedPolicy) -> None:
         versions = {**self._versions, **policy.info.versions}

@@ -56,9 +56,12 @@ class SessionStore:
         """Return the session, a new one if there is none or it has expired."""
         if session_id is None:
             return RobotSession(caller, None, now_s)
-        self.expire(now_s)
+        known = self._sessions.get(caller)
+        session = None if known is None else known.get(session_id)
+        if session is not None and self._has_expired(session, now_s):
+            self._drop(caller, session_id)
+            session = None
         own = self._sessions.setdefault(caller, OrderedDict())
-        session = own.get(session_id)
         if session is None:
             session = own[session_id] = RobotSession(caller, session_id, now_s)
             self._count += 1
@@ -81,13 +84,16 @@ class SessionStore:
         return [(caller, one) for caller, own in self._sessions.items() for one in own]
 
     def expire(self, now_s: float) -> None:
-        """Forget the sessions that had no frame for the time to live."""
+        """Forget the sessions that had no frame for the time to live; call it now and then."""
         for caller, own in list(self._sessions.items()):
             while own:
                 oldest_id, oldest = next(iter(own.items()))
-                if now_s - oldest.used_s <= self._ttl_s:
+                if not self._has_expired(oldest, now_s):
                     break
                 self._drop(caller, oldest_id)
+
+    def _has_expired(self, session: RobotSession, now_s: float) -> bool:
+        return now_s - session.used_s > self._ttl_s
 
     def _drop(self, caller: str, session_id: str) -> None:
         own = self._sessions[caller]

@@ -210,6 +210,18 @@ def test_what_nobody_looks_at_is_kept_without_traces_and_in_small_pictures() -> 
     assert session.points[1].passes == trace.num_passes
 
 
+def test_what_nobody_looks_at_has_a_new_picture_once_a_second() -> None:
+    def see(brightness: int, now_s: float, is_watched: bool = False) -> int:
+        frame = Observation(np.full((4, 4, 3), brightness, np.uint8), "lift")
+        history.note(finished(observation=frame), now_s, is_watched)
+        return int(history.sessions["lab/arm"].pictures[""][0, 0, 0])
+
+    history = History()
+    assert [see(1, 1.0), see(2, 1.5), see(3, 1.9), see(4, 2.0)] == [1, 1, 1, 4]
+    assert [see(5, 2.1, is_watched=True), see(6, 2.2, is_watched=True)] == [5, 6]
+    assert len(history.sessions["lab/arm"].points) == 6  # every answer is remembered
+
+
 def test_late_frames_are_told_from_other_errors() -> None:
     history = History()
     for error in (DeadlineError("late"), DeadlineError("late"), ValueError("bad")):

@@ -411,6 +411,18 @@ async def test_listeners_hear_of_every_frame_and_cannot_break_the_serving():
 
 
 @on_a_loop
+async def test_a_session_ends_without_anybody_elses_frame():
+    """Once its memory and its recording waited for the next frame of a named session."""
+    service = await started(FakePolicy(), session_ttl_s=0.01)
+    ended = asyncio.Event()
+    service.events.listen(lambda event: ended.set() if isinstance(event, SessionEnded) else None)
+    await send(service, "a")
+    await ended.wait()
+    assert len(service.sessions) == 0
+    await service.close()
+
+
+@on_a_loop
 async def test_who_watches_makes_no_policy_think_that_was_not_asked_to():
     policy = FakePolicy()
     service = await started(policy)

@@ -43,9 +43,18 @@ def test_a_session_without_frames_ends():
     idle = store.open("arm", "idle", 0.0)
     busy = store.open("arm", "busy", 0.0)
     assert store.open("arm", "busy", 50.0) is busy
-    assert store.open("arm", "busy", 61.0) is busy
-    assert len(store) == 1
-    assert store.open("arm", "idle", 62.0) is not idle
+    assert store.open("arm", "idle", 61.0) is not idle
+    assert len(store) == 2
+
+
+def test_sessions_end_by_the_clock_without_anybody_elses_frame():
+    store = SessionStore(ttl_s=60, max_sessions=10)
+    store.open("arm", "idle", 0.0)
+    store.open("lab", "idle", 0.0)
+    busy = store.open("arm", "busy", 50.0)
+    store.expire(61.0)
+    assert store.names() == [("arm", "busy")]
+    assert store.open("arm", "busy", 62.0) is busy
 
 
 def test_the_least_recently_used_session_makes_room():
@@ -80,6 +89,5 @@ def test_whoever_asked_is_told_of_every_session_that_ends():
     store.open("arm", "pushed out", 1.0)
     store.open("arm", "a", 2.0)
     store.open("arm", "b", 3.0)
-    store.open("lab", None, 70.0)
-    store.open("lab", "c", 70.0)
+    store.expire(70.0)
     assert ended == [("arm", one) for one in ("reset", "pushed out", "a", "b")]
