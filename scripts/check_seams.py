@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from deft_client.actions import ActionQueue
 from deft_core.measures.statistics import mcnemar_exact
 from deft_core.measures.table import Column, column_table, markdown_table
-from deft_core.types import ActionChunk, Observation, Seam
+from deft_core.types import ActionChunk, ChunkBlending, Observation
 from deft_libero.evaluation import point_world
 from deft_libero.evaluation.episode import (
     BackgroundCalls,
@@ -111,7 +111,7 @@ class SeamRow:
         return is_smooth and self.losses - self.wins <= _WORST_LOSS * self.pairs
 
 
-def play(key: TrialKey, seam: Seam | None, delay_s: float) -> EpisodeLog:
+def play(key: TrialKey, seam: ChunkBlending | None, delay_s: float) -> EpisodeLog:
     """Play one episode, without a seam in lock-step."""
     suite = point_world.find_suite(key.suite)
     world = point_world.open_environment(suite.task(key.task), _FRAMES)
@@ -119,7 +119,7 @@ def play(key: TrialKey, seam: Seam | None, delay_s: float) -> EpisodeLog:
     config = RunConfig(
         key.suite,
         pacing=Pacing.LOCK_STEP if seam is None else Pacing.REAL_TIME,
-        seam=seam or Seam.WAIT,
+        blending=seam or ChunkBlending.WAIT,
         step_limit=suite.step_limit,
     )
     clock = VirtualClock()
@@ -132,7 +132,7 @@ def compare(num_pairs: int, delay_s: float) -> Iterator[SeamRow]:
     suite = point_world.find_suite(point_world.GRASP_SUITE)
     keys = select_episodes(suite, None, None, num_pairs)
     paced = [play(key, None, 0.0) for key in keys]
-    for seam in (None, *Seam):
+    for seam in (None, *ChunkBlending):
         logs = paced if seam is None else [play(key, seam, delay_s) for key in keys]
         outcomes = [
             (one.has_succeeded, other.has_succeeded) for one, other in zip(paced, logs, strict=True)
@@ -161,7 +161,7 @@ def load_chunks(path: Path) -> NDArray[np.float64]:
     return chunks
 
 
-def replay(chunks: NDArray[np.float64], seam: Seam, delay_periods: int) -> SeamSizes:
+def replay(chunks: NDArray[np.float64], seam: ChunkBlending, delay_periods: int) -> SeamSizes:
     """Execute them in order, each `delay_periods` after its frame. Nothing moves the frames."""
     queue = ActionQueue(conventions.ACTION_RULES, seam)
     asked: int | None = None
@@ -200,7 +200,7 @@ _COLUMNS = (
 def _recorded_table(path: Path, delay_s: float) -> str:
     """The same of chunks that were recorded at LIBERO's rate."""
     chunks, delay = load_chunks(path), math.ceil(delay_s * conventions.CONTROL_HZ)
-    found = {seam: replay(chunks, seam, delay) for seam in Seam}
+    found = {seam: replay(chunks, seam, delay) for seam in ChunkBlending}
     rows = [
         [seam.value, f"{one.commanded:.3f}", f"{one.inside:.3f}"] for seam, one in found.items()
     ]
@@ -225,7 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
     if given.lines is not None:
         text = "".join(json.dumps(asdict(one)) + "\n" for one in lines)
         given.lines.write_text(text)
-    return 0 if all(one.holds for one in lines if one.seam == Seam.WAIT.value) else 1
+    return 0 if all(one.holds for one in lines if one.seam == ChunkBlending.WAIT.value) else 1
 
 
 if __name__ == "__main__":

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from deft_core.types import (
         ActionChunk,
         ActOptions,
+        ChunkBlending,
         DecodeTrace,
         Observation,
         PassTrace,
-        Seam,
         ServerInfo,
         StageTimings,
     )
@@ -50,7 +50,7 @@ __all__ = [
     "ProblemError",
     "Recorder",
     "Retries",
-    "Seam",
+    "ChunkBlending",
     "ServerInfo",
     "StageTimings",
     "StreamClient",
@@ -73,7 +73,7 @@ _HOMES = {
     "deft_core.errors": ("DeftError", "WireError"),
     "deft_core.types": (
         *("ActOptions", "ActionChunk", "DecodeTrace", "Observation"),
-        *("PassTrace", "Seam", "ServerInfo", "StageTimings"),
+        *("PassTrace", "ChunkBlending", "ServerInfo", "StageTimings"),
     ),
     "deft_core.wire.images": ("ImageEncoding",),
     "deft_core.wire.limits": ("WireLimits",),
@@ -82,6 +82,9 @@ _HOMES = {
 
 def __getattr__(name: str) -> object:
     """Load a public name from the module it lives in."""
+    if name == "Seam":  # the earlier name
+        import_module("deft_core.errors").warn_renamed("deft_client.Seam", "ChunkBlending")
+        name = "ChunkBlending"
     for home, names in _HOMES.items():
         if name in names:
             return getattr(import_module(home), name)

@@ -13,12 +13,13 @@ clocks or threads.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import EllipsisType
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_core.errors import UnusableValueError
-from deft_core.types import ActionChunk, Seam
+from deft_core.errors import UnusableValueError, warn_renamed
+from deft_core.types import ActionChunk, ChunkBlending
 
 Action = NDArray[np.float64]  # [action_dim]
 LARGEST = 1e12  # of any robot's units; beyond it float64 loses what a robot can move by
@@ -164,8 +165,8 @@ class ActionQueue:
     `next` in every period.
 
     `execute` is how many actions of a chunk are used if the next answer is in time; where it is
-    late, the others are better than nothing, except with `Seam.WAIT`. Without a seam, chunks of one
-    action go by `Seam.SWITCH` and longer ones by `Seam.WAIT`.
+    late, the others are better than nothing, except with `ChunkBlending.WAIT`. With `blending=None`
+    chunks of one action go by `SWITCH` and longer ones by `WAIT`.
     `weights` are of the chunks of an ensemble, the newest first; older ones do not count. Without
     them all count alike, and of a switch the newest.
     """
@@ -173,16 +174,20 @@ class ActionQueue:
     def __init__(
         self,
         rules: ActionRules,
-        seam: Seam | None = Seam.WAIT,
+        blending: ChunkBlending | None = ChunkBlending.WAIT,
         execute: int | None = None,
         weights: Sequence[float] = (),
+        seam: ChunkBlending | EllipsisType | None = ...,  # the earlier name of `blending`
     ) -> None:
+        if not isinstance(seam, EllipsisType):
+            warn_renamed("ActionQueue(seam=...)", "blending")
+            blending = seam
         if execute is not None and execute < 1:
             raise ValueError(f"execute must be at least 1 action of each chunk, got {execute}")
         if any(not weight > 0 for weight in weights):
             raise ValueError(f"weights must be above 0, got {weights}")
         self._switches, self._execute = rules.switches, execute
-        self._given, self.seam = seam, seam  # the second one is what the last chunk goes by
+        self._given = self.blending = blending  # `blending` is what the last chunk goes by
         self._weights = np.array(weights)
         self._chunks: list[NDArray[np.float64]] = []  # [step, action_dim], what is left of each
         self._waits: deque[int] = deque([0], maxlen=_WAITS_KEPT)  # periods from frame to answer
@@ -201,9 +206,9 @@ class ActionQueue:
 
         Goes by the slowest of the latest answers. A caller asks one question at a time.
         """
-        if self.seam in (None, Seam.WAIT):
+        if self.blending in (None, ChunkBlending.WAIT):
             return not self._chunks
-        return self.seam is Seam.ENSEMBLE or self._num_wanted <= max(self._waits)
+        return self.blending is ChunkBlending.ENSEMBLE or self._num_wanted <= max(self._waits)
 
     def ask(self) -> int | None:
         """Say that a frame has been taken, before this period's action: `refill` answers it.
@@ -221,15 +226,15 @@ class ActionQueue:
         self._waits.append(self._num_periods - periods)
         self.chunk_length = len(chunk.actions)
         if self._given is None:
-            self.seam = Seam.SWITCH if self.chunk_length == 1 else Seam.WAIT
+            self.blending = ChunkBlending.SWITCH if self.chunk_length == 1 else ChunkBlending.WAIT
         self._answered = executed if len(chunk.actions) > 1 else None
         # An answer that comes when all of it is over still says what to do last.
         first = min(self._num_executed - executed, len(chunk.actions) - 1)
         left = np.array(chunk.actions[first:])  # whoever made them may write them again
         self._num_wanted = max((self._execute or len(chunk.actions)) - first, 1)
-        if self.seam is Seam.WAIT:
+        if self.blending is ChunkBlending.WAIT:
             left = left[: self._num_wanted]
-        self._chunks = [*self._chunks, left] if self.seam is Seam.ENSEMBLE else [left]
+        self._chunks = [*self._chunks, left] if self.blending is ChunkBlending.ENSEMBLE else [left]
         if len(self._weights):
             self._chunks = self._chunks[-len(self._weights) :]
 

@@ -11,7 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from itertools import repeat
 from statistics import median
 from typing import Protocol
@@ -26,8 +26,8 @@ from deft_client.errors import (
     UnknownEndpointError,
     WrongServerError,
 )
-from deft_core.errors import DeftError, UnusableValueError
-from deft_core.types import ActingPolicy, ActionChunk, ActOptions, Observation, Seam
+from deft_core.errors import DeftError, UnusableValueError, warn_renamed
+from deft_core.types import ActingPolicy, ActionChunk, ActOptions, ChunkBlending, Observation
 
 logger = logging.getLogger(__name__)
 
@@ -86,19 +86,24 @@ class Arm(Protocol):
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """How a loop runs. `seam` and `execute` say when to ask, and what becomes of the answers."""
+    """How a loop runs. `blending` and `execute` say when to ask, and how chunks are used."""
 
     period_s: float = 0.1
     watchdog_s: float = 0.2  # without a command; the arm is stopped then
     options: ActOptions = field(default_factory=lambda: ActOptions(deadline_ms=500))
     execute: int | None = None  # actions of a chunk that are used if the next answer is in time
-    seam: Seam | None = None  # None: SWITCH where chunks have one action, WAIT where they have more
+    # None: SWITCH where chunks have one action, WAIT where they have more.
+    blending: ChunkBlending | None = None
     weights: tuple[float, ...] = ()  # of an ensemble: see `ActionQueue`
     # The policy is not asked with a frame older than this; frames say when they were taken.
     max_frame_age_s: float | None = None
     give_up_after_s: float | None = None  # without an action; None: hold for as long as it takes
+    seam: InitVar[ChunkBlending | None] = None  # the earlier name of `blending`
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, seam: ChunkBlending | None) -> None:
+        if seam is not None:
+            warn_renamed("LoopSettings(seam=...)", "blending")
+            object.__setattr__(self, "blending", seam)
         if not 0 < self.period_s * (1 + HALF) < self.watchdog_s:
             raise ValueError(
                 f"period_s must be above 0 and watchdog_s above {1 + HALF} periods, as a "
@@ -147,7 +152,7 @@ class ControlLoop:
         self._settings = ours = settings or LoopSettings()
         self._clock = clock or Clock()
         self._changed = self._clock.condition()  # holds the next eight
-        self._queue = ActionQueue(rules, ours.seam, ours.execute, ours.weights)
+        self._queue = ActionQueue(rules, ours.blending, ours.execute, ours.weights)
         self._is_asking = False
         self._is_new_episode = True
         self._is_checked = False  # that rules and policy are of one size
@@ -331,7 +336,7 @@ class ControlLoop:
         One that comes alone is commanded first: the answer to an earlier frame would be about a
         period that is over.
         """
-        has_single = self._queue.seam is Seam.SWITCH and self._queue.chunk_length == 1
+        has_single = self._queue.blending is ChunkBlending.SWITCH and self._queue.chunk_length == 1
         return self._queue.is_due and not (has_single and self._queue)
 
     def _ask(self) -> None:
@@ -384,7 +389,11 @@ class ControlLoop:
 
         A frame from the next period's beginning shows more of what this action did.
         """
-        if self._queue or self._problem is not None or self._queue.seam in (None, Seam.WAIT):
+        if (
+            self._queue
+            or self._problem is not None
+            or self._queue.blending in (None, ChunkBlending.WAIT)
+        ):
             return False
         recent_s = list(self._answers_s)[-_ANSWERS_RECENT:]
         # The first answers are slow for reasons of their own.
@@ -442,7 +451,7 @@ class ControlLoop:
         watchdog_s = (2 + HALF) * period_s  # then it ends no wait before the period does
         found = [] if period_s == ours.period_s else [f"period_s={period_s:g}"]
         is_cut_short = answer_s > ours.watchdog_s - (1 + HALF) * period_s
-        if is_cut_short and (found or self._queue.seam is Seam.WAIT):
+        if is_cut_short and (found or self._queue.blending is ChunkBlending.WAIT):
             found.append(f"watchdog_s={watchdog_s:g}")
         if not found:
             return "the period is long enough for 95% of the answers"

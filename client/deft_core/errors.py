@@ -9,7 +9,13 @@ DeftError
     └── UnusableValueError          well formed, but of the wrong type, shape, dtype or range
 """
 
+import warnings
 from dataclasses import dataclass
+
+
+def warn_renamed(earlier: str, name: str) -> None:
+    """Warn of a public name that is kept for one version; call it in what the user called."""
+    warnings.warn(f"{earlier} is now {name}", DeprecationWarning, stacklevel=3)
 
 
 class DeftError(Exception):

@@ -315,7 +315,7 @@ def _words_of(instruction: str) -> str:
     return " ".join(instruction.lower().rstrip(". ").split())
 
 
-class Seam(Enum):
+class ChunkBlending(Enum):
     """How a chunk gives way to the next one."""
 
     WAIT = "wait"  # the next one is asked for when nothing is left, and the robot holds meanwhile

@@ -15,7 +15,7 @@ from deft_core.wire.limits import MAX_DECODABLE_PIXELS, WireLimits
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
-ActionRange = Literal["clamp", "peer"]
+OutOfRange = Literal["clamp", "passthrough"]
 ActProfile = Literal["openvla", "oft"]
 
 
@@ -97,9 +97,10 @@ class Settings(BaseModel):
     session_ttl_s: Positive = Field(default=1800.0, description="sessions without frames end")
     max_sessions: Count = Field(default=1024, description="most sessions; the oldest goes")
 
-    range: ActionRange = Field(
+    out_of_range: OutOfRange = Field(
         default="clamp",
-        description="answers beyond the statistics, where a policy may exceed them: clamp or peer",
+        description="actions beyond the statistics, where a policy may exceed them: moved to the "
+        "end of the range, or sent as they are",
     )
 
     keys_file: Path | None = Field(default=None, description="API keys (TOML); re-read on change")

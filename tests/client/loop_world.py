@@ -14,7 +14,7 @@ import numpy as np
 from deft_client.actions import ActionRules
 from deft_client.control_loop import ControlLoop, LoopSettings
 from deft_client.errors import AnswerTimeoutError, ServerUnreachableError
-from deft_core.types import ActionChunk, ActOptions, Observation, Seam
+from deft_core.types import ActionChunk, ActOptions, ChunkBlending, Observation
 from tests.core.samples import frame
 from tests.standins.policy_server import INFO
 from tests.standins.virtual_clock import VirtualClock
@@ -71,7 +71,7 @@ class World:
             watchdog_s=period_s * draw.choice([1.6, 2.0, 3.0, 10.0]),
             options=ActOptions(deadline_ms=None if deadline_s is None else 1000 * deadline_s),
             execute=draw.choice([None, None, 1, 3]),
-            seam=draw.choice([None, *Seam]),
+            blending=draw.choice([None, *ChunkBlending]),
             max_frame_age_s=draw.choice([None, 3 * period_s]),
         )
         self.deadline_s = deadline_s

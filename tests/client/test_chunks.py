@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import deft_client
 from deft_client.actions import ActionQueue, ActionRules
-from deft_core.types import ActionChunk, Seam
+from deft_client.control_loop import LoopSettings
+from deft_core.types import ActionChunk, ChunkBlending
 
 pytestmark = pytest.mark.promise
 
@@ -74,11 +76,11 @@ def test_a_policy_that_answers_at_once_is_asked_when_nothing_is_left():
 @pytest.mark.parametrize("delay", [1, 2, 4])
 def test_the_next_answer_is_there_when_the_last_one_is_used_up(delay):
     """And each action is executed in the period it was meant for."""
-    for seam in (Seam.SWITCH, Seam.ENSEMBLE):
-        executed = execute(ActionQueue(JOINT, seam), [delay], 40)
+    for blending in (ChunkBlending.SWITCH, ChunkBlending.ENSEMBLE):
+        executed = execute(ActionQueue(JOINT, blending), [delay], 40)
         assert executed[:delay] == [None] * delay
         assert None not in executed[delay:]
-    executed = execute(ActionQueue(JOINT, Seam.SWITCH), [delay], 40)
+    executed = execute(ActionQueue(JOINT, ChunkBlending.SWITCH), [delay], 40)
     # The robot stood still for the first answer, so all of that is late.
     assert executed[delay : delay + 8] == list(range(8))
     assert executed[delay + 8 :] == list(range(delay + 8, 40))
@@ -86,7 +88,7 @@ def test_the_next_answer_is_there_when_the_last_one_is_used_up(delay):
 
 def test_the_slowest_recent_answer_sets_the_lead():
     frames: list[int] = []
-    queue = ActionQueue(JOINT, Seam.SWITCH)
+    queue = ActionQueue(JOINT, ChunkBlending.SWITCH)
     answer = lambda period: (frames.append(period), numbered(period))[1]  # noqa: E731
     execute(queue, [1, 3, *[1] * 30], 110, answer)
     gaps = [after - before for before, after in pairwise(frames)]
@@ -95,19 +97,19 @@ def test_the_slowest_recent_answer_sets_the_lead():
 
 
 def test_execute_asks_early_and_the_rest_of_a_chunk_bridges_late_answers():
-    executed = execute(ActionQueue(JOINT, Seam.SWITCH, execute=4), [0, 0, 3], 10)
+    executed = execute(ActionQueue(JOINT, ChunkBlending.SWITCH, execute=4), [0, 0, 3], 10)
     assert executed == list(np.arange(10.0))
-    waiting = execute(ActionQueue(JOINT, Seam.WAIT, execute=4), [0, 0, 3], 12)
+    waiting = execute(ActionQueue(JOINT, ChunkBlending.WAIT, execute=4), [0, 0, 3], 12)
     assert waiting[4:11] == [4.0, 5.0, 6.0, 7.0, None, None, None]
 
 
 def test_without_overlap_the_robot_waits_for_the_chunk():
-    executed = execute(ActionQueue(JOINT, Seam.WAIT), [2], 14)
+    executed = execute(ActionQueue(JOINT, ChunkBlending.WAIT), [2], 14)
     assert executed == [None, None, *range(8), None, None, 10, 11]
 
 
 def test_an_answer_that_comes_when_it_is_over_still_says_where_to_be():
-    queue = ActionQueue(JOINT, Seam.SWITCH)
+    queue = ActionQueue(JOINT, ChunkBlending.SWITCH)
     refill(queue, numbered(0))
     queue.ask()
     for _ in range(5):
@@ -119,7 +121,7 @@ def test_an_answer_that_comes_when_it_is_over_still_says_where_to_be():
 
 def test_a_hold_does_not_count():
     """The robot stood still, so the whole of the answer is still to be done."""
-    queue = ActionQueue(JOINT, Seam.SWITCH)
+    queue = ActionQueue(JOINT, ChunkBlending.SWITCH)
     queue.ask()
     for _ in range(2):
         assert queue.next() is None
@@ -133,7 +135,7 @@ def test_an_ensemble_is_the_mean_of_all_chunks_that_speak_of_a_period():
     answers = {period: ActionChunk(rng.normal(size=(6, 1))) for period in range(40)}
     used: list[int] = []
     executed = execute(
-        ActionQueue(JOINT, Seam.ENSEMBLE),
+        ActionQueue(JOINT, ChunkBlending.ENSEMBLE),
         [1],
         40,
         lambda period: (used.append(period), answers[period])[1],
@@ -145,7 +147,7 @@ def test_an_ensemble_is_the_mean_of_all_chunks_that_speak_of_a_period():
 
 
 def test_a_switch_is_never_between_its_values():
-    queue = ActionQueue(ARM, Seam.ENSEMBLE)
+    queue = ActionQueue(ARM, ChunkBlending.ENSEMBLE)
     refill(queue, ActionChunk(np.array([[0.5, 1.0, -1.0]] * 3)))
     queue.ask()
     queue.next()
@@ -157,7 +159,7 @@ def test_a_switch_is_never_between_its_values():
 def test_weights_are_of_the_newest_chunk_and_of_those_before() -> None:
     """VLA-0's evaluation: the newest 1, each older 0.5, eight at most."""
     weights = (1.0, 0.5, 0.5)
-    queue = ActionQueue(JOINT, Seam.ENSEMBLE, weights=weights)
+    queue = ActionQueue(JOINT, ChunkBlending.ENSEMBLE, weights=weights)
     answers = [np.random.default_rng(seed).normal(size=(4, 1)) for seed in range(9)]
     for period, actions in enumerate(answers):
         refill(queue, ActionChunk(actions))
@@ -171,11 +173,11 @@ def test_weights_are_of_the_newest_chunk_and_of_those_before() -> None:
         assert action is not None
         assert action[0] == pytest.approx(sum(weight * one for weight, one in known) / total)
     with pytest.raises(ValueError, match="above 0"):
-        ActionQueue(JOINT, Seam.ENSEMBLE, weights=(1.0, 0.0))
+        ActionQueue(JOINT, ChunkBlending.ENSEMBLE, weights=(1.0, 0.0))
 
 
 def test_with_weights_a_switch_is_as_most_of_them_say() -> None:
-    queue = ActionQueue(ARM, Seam.ENSEMBLE, weights=(1.0, 0.6, 0.6))
+    queue = ActionQueue(ARM, ChunkBlending.ENSEMBLE, weights=(1.0, 0.6, 0.6))
     refill(queue, ActionChunk(np.array([[0.0, 0.0, -1.0]] * 4)))
     refill(queue, ActionChunk(np.array([[0.0, 0.0, -1.0]] * 4)))
     refill(queue, ActionChunk(np.array([[0.0, 0.0, 1.0]] * 4)))
@@ -185,7 +187,7 @@ def test_with_weights_a_switch_is_as_most_of_them_say() -> None:
 
 
 def test_a_frame_says_how_many_actions_were_executed() -> None:
-    queue = ActionQueue(JOINT, Seam.SWITCH)
+    queue = ActionQueue(JOINT, ChunkBlending.SWITCH)
     assert queue.ask() is None
     queue.refill(numbered(0))
     for _ in range(3):
@@ -202,7 +204,7 @@ def test_a_frame_says_how_many_actions_were_executed() -> None:
 
 
 def test_an_older_chunk_counts_where_the_newest_is_over():
-    queue = ActionQueue(JOINT, Seam.ENSEMBLE)
+    queue = ActionQueue(JOINT, ChunkBlending.ENSEMBLE)
     refill(queue, chunk(1, 1, 1))
     refill(queue, chunk(3))
     assert [queue.next().tolist() for _ in range(3)] == [[2.0], [1.0], [1.0]]
@@ -231,7 +233,7 @@ limits = st.lists(st.one_of(st.floats(0.01, 2), st.just(np.inf)), min_size=3, ma
 
 
 @given(
-    seam=st.sampled_from(Seam),
+    blending=st.sampled_from(ChunkBlending),
     answers=st.lists(chunks_of_three, min_size=1, max_size=8),
     delays=st.lists(st.integers(0, 5), min_size=1, max_size=8),
     clears=st.sets(st.integers(0, 39), max_size=3),
@@ -241,11 +243,11 @@ limits = st.lists(st.one_of(st.floats(0.01, 2), st.just(np.inf)), min_size=3, ma
 )
 @settings(max_examples=200, deadline=None)
 def test_commands_add_up_to_the_answers_within_the_limits(
-    seam, answers, delays, clears, execute, max_step, max_change
+    blending, answers, delays, clears, execute, max_step, max_change
 ):
     """The slow twin keeps every answer with its frame's moment, and looks through them all."""
     rules = ActionRules((True, True, False), max_step=tuple(max_step), max_change=tuple(max_change))
-    queue = ActionQueue(rules, seam, execute)
+    queue = ActionQueue(rules, blending, execute)
     said: list[tuple[int, np.ndarray]] = []  # how many had been commanded, and what to do then on
     asked: tuple[int, int] | None = None  # period and commands of the frame on its way
     before = np.zeros(3)
@@ -260,10 +262,10 @@ def test_commands_add_up_to_the_answers_within_the_limits(
             is_void = bool(clears & set(range(asked[0] + 1, period + 1)))
             queue.refill(ActionChunk(actions))
             if not is_void:
-                used = actions[: execute if seam is Seam.WAIT else None]
+                used = actions[: execute if blending is ChunkBlending.WAIT else None]
                 # An answer that is over says what to do now.
                 start = max(asked[1], num_commanded - len(actions) + 1)
-                said = [*(said if seam is Seam.ENSEMBLE else []), (start, used)]
+                said = [*(said if blending is ChunkBlending.ENSEMBLE else []), (start, used)]
             num_answers, asked = num_answers + 1, None
         if asked is None and queue.is_due:
             asked = period, num_commanded
@@ -287,10 +289,24 @@ def test_commands_add_up_to_the_answers_within_the_limits(
     assert (np.abs(moved - wanted) <= cut_off + 1e-9).all()
 
 
-@pytest.mark.parametrize(("count", "seam"), [(1, Seam.SWITCH), (2, Seam.WAIT), (8, Seam.WAIT)])
-def test_without_a_seam_it_goes_by_the_length_of_the_chunk(count, seam):
-    queue = ActionQueue(MOTION, seam=None)
+@pytest.mark.parametrize(
+    ("count", "blending"),
+    [(1, ChunkBlending.SWITCH), (2, ChunkBlending.WAIT), (8, ChunkBlending.WAIT)],
+)
+def test_without_a_blending_it_goes_by_the_length_of_the_chunk(count, blending):
+    queue = ActionQueue(MOTION, blending=None)
     assert queue.is_due
     refill(queue, numbered(0, count))
-    assert queue.seam is seam
+    assert queue.blending is blending
     assert len(queue) == count
+
+
+def test_the_earlier_name_of_the_blending_is_understood():
+    """`Seam` and `seam=` were public: they work for one version, with a warning."""
+    with pytest.warns(DeprecationWarning, match=r"deft_client.Seam is now ChunkBlending"):
+        assert deft_client.Seam is ChunkBlending
+    with pytest.warns(DeprecationWarning, match=r"ActionQueue\(seam=...\) is now blending"):
+        assert ActionQueue(JOINT, seam=ChunkBlending.SWITCH).blending is ChunkBlending.SWITCH
+    with pytest.warns(DeprecationWarning, match=r"LoopSettings\(seam=...\) is now blending"):
+        settings = LoopSettings(seam=ChunkBlending.ENSEMBLE)
+    assert settings == LoopSettings(blending=ChunkBlending.ENSEMBLE)

@@ -128,7 +128,11 @@ def test_ping_sends_frames_and_says_which_rate_their_answers_allow(server, capsy
     ("answers_ms", "chunk_length", "said"),
     [
         ([50.0] * 20, 1, "control      up to 18.2 Hz: period_s=0.055\n"),
-        ([50.0] * 20, 8, "period_s=0.055; up to 133.0 Hz with chunks of 8 and Seam.SWITCH\n"),
+        (
+            [50.0] * 20,
+            8,
+            "period_s=0.055; up to 133.0 Hz with chunks of 8 and ChunkBlending.SWITCH\n",
+        ),
         ([10.0] * 18 + [100.0] * 2, 1, "answer       10.0 ms p50, 100.0 ms p95 of 20 frames\n"),
     ],
 )

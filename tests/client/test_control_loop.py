@@ -22,7 +22,7 @@ from deft_client.errors import (
     WrongServerError,
 )
 from deft_core.errors import Problem
-from deft_core.types import ActionChunk, ActOptions, Observation, Seam
+from deft_core.types import ActionChunk, ActOptions, ChunkBlending, Observation
 from tests.client.hostile_servers import frozen, holding_up
 from tests.client.loop_parts import PICTURE, QUICK, RULES, RecordingArm, ScriptedPolicy, run
 from tests.standins.policy_server import INFO
@@ -56,7 +56,9 @@ def test_a_slow_policy_is_asked_early_enough(clock, arm):
     """Every answer takes three periods; chunks have enough to spare."""
     answers = [np.tile([0.25, 0.5, 1.0], (60, 1))] * 20
     policy = ScriptedPolicy(clock, *answers, answer_s=0.03)
-    settings = LoopSettings(period_s=0.01, watchdog_s=10.0, execute=10, seam=Seam.SWITCH)
+    settings = LoopSettings(
+        period_s=0.01, watchdog_s=10.0, execute=10, blending=ChunkBlending.SWITCH
+    )
     run(policy, arm, 60, settings=settings)
     first = next(index for index, one in enumerate(arm.commands) if one != "stop")
     assert first == 3
@@ -179,7 +181,9 @@ def test_chunks_follow_each_other_by_waiting_unless_told_otherwise(clock, arm):
 
 
 MOTION = ActionRules((True,), max_step=(1.0,))
-SEAMS = pytest.mark.parametrize("seam", [None, *Seam])  # None: as the chunks have it
+BLENDINGS = pytest.mark.parametrize(
+    "blending", [None, *ChunkBlending]
+)  # None: as the chunks have it
 
 
 class AnsweringPolicy(ScriptedPolicy):
@@ -195,12 +199,12 @@ class AnsweringPolicy(ScriptedPolicy):
         return ActionChunk(np.array(self.answer(len(self.seen)), np.float64))
 
 
-@SEAMS
+@BLENDINGS
 @pytest.mark.parametrize("rules", [MOTION, ActionRules((True,)), ActionRules((False,))])
-def test_every_command_is_finite_and_within_the_rules(seam, rules, clock):
+def test_every_command_is_finite_and_within_the_rules(blending, rules, clock):
     arm = RecordingArm(clock, position=np.zeros(1))
     policy = AnsweringPolicy(clock, lambda count: [[(-1) ** count * 1e308]] * 8, 0.005)
-    settings = LoopSettings(period_s=0.005, watchdog_s=10.0, execute=4, seam=seam)
+    settings = LoopSettings(period_s=0.005, watchdog_s=10.0, execute=4, blending=blending)
     status = run(policy, arm, 60, rules, settings)
     commands = np.array(arm.commands[:60])
     assert np.isfinite(commands).all()
@@ -208,11 +212,11 @@ def test_every_command_is_finite_and_within_the_rules(seam, rules, clock):
     assert "finite" in str(status.problem)
 
 
-@SEAMS
-def test_an_arm_that_was_limited_is_not_driven_back(seam, clock, arm):
+@BLENDINGS
+def test_an_arm_that_was_limited_is_not_driven_back(blending, clock, arm):
     """What limits kept from being done was not done: nothing needs to be undone."""
     policy = AnsweringPolicy(clock, lambda count: [[10.0 if count == 1 else 0.0]] * 20, 0.01)
-    settings = LoopSettings(period_s=0.01, watchdog_s=10.0, execute=8, seam=seam)
+    settings = LoopSettings(period_s=0.01, watchdog_s=10.0, execute=8, blending=blending)
     run(policy, arm, 80, MOTION, settings)
     moved = [one[0] for one in arm.commands[:80]]
     assert 1.0 in moved
@@ -220,10 +224,10 @@ def test_an_arm_that_was_limited_is_not_driven_back(seam, clock, arm):
     assert sum(moved) <= 20.0
 
 
-@SEAMS
-def test_one_answer_out_of_all_bounds_leaves_the_next_answers_as_they_are(seam, clock, arm):
+@BLENDINGS
+def test_one_answer_out_of_all_bounds_leaves_the_next_answers_as_they_are(blending, clock, arm):
     policy = AnsweringPolicy(clock, lambda count: [[1e17 if count == 2 else 0.01]] * 8, 0.005)
-    run(policy, arm, 80, MOTION, LoopSettings(period_s=0.005, watchdog_s=10.0, seam=seam))
+    run(policy, arm, 80, MOTION, LoopSettings(period_s=0.005, watchdog_s=10.0, blending=blending))
     assert {one[0] for one in arm.commands[:80]} == {0.0, 0.01}
 
 
@@ -248,11 +252,11 @@ class StallingArm(RecordingArm):
             self.clock.sleep(self.stall_s)
 
 
-@SEAMS
-def test_nothing_older_than_the_watchdogs_stop_is_executed(seam, clock):
+@BLENDINGS
+def test_nothing_older_than_the_watchdogs_stop_is_executed(blending, clock):
     arm = StallingArm(clock, 2, 1.0)
     policy = ScriptedPolicy(clock, [[7.0]] * 8)
-    settings = LoopSettings(period_s=0.05, watchdog_s=0.5, seam=seam)
+    settings = LoopSettings(period_s=0.05, watchdog_s=0.5, blending=blending)
     status = run(policy, arm, 20, ActionRules((True,)), settings)
     assert status.stalls == 1
     assert arm.commands[:5] == [[7.0], [7.0], "stop", [0.0], [0.0]]
@@ -287,10 +291,10 @@ def test_an_answer_to_a_frame_from_before_a_stall_is_not_executed(clock):
     assert [7.0] not in arm.commands
 
 
-@SEAMS
-def test_a_pause_longer_than_what_is_left_empties_the_queue(seam, clock):
+@BLENDINGS
+def test_a_pause_longer_than_what_is_left_empties_the_queue(blending, clock):
     arm = StallingArm(clock, 2, 0.6)
-    settings = LoopSettings(period_s=0.05, watchdog_s=10.0, seam=seam)
+    settings = LoopSettings(period_s=0.05, watchdog_s=10.0, blending=blending)
     run(ScriptedPolicy(clock, [[7.0]] * 8), arm, 10, ActionRules((True,)), settings)
     assert arm.commands.count([7.0]) == 2
 
@@ -346,7 +350,9 @@ def test_a_frame_counts_from_its_arrival(clock):
             return ActionChunk(len(arm.commands) + np.arange(40.0).reshape(40, 1))
 
     arm = Waiting(clock)
-    settings = LoopSettings(period_s=0.02, watchdog_s=10.0, execute=20, seam=Seam.SWITCH)
+    settings = LoopSettings(
+        period_s=0.02, watchdog_s=10.0, execute=20, blending=ChunkBlending.SWITCH
+    )
     run(Numbered(clock), arm, 120, ActionRules((False,)), settings)
     commands = [one if one == "stop" else one[0] for one in arm.commands[:120]]
     first = next(index for index, one in enumerate(commands) if one != "stop")
@@ -572,7 +578,7 @@ def test_the_loop_counts_why_the_arm_was_held(clock):
 def test_a_loop_says_once_how_long_answers_take_and_which_period_would_do(caplog, clock, arm):
     caplog.set_level(logging.INFO)
     policy = ScriptedPolicy(clock, *[[[0.1, 0.2, 1.0]]] * 999, answer_s=0.11)
-    settings = LoopSettings(period_s=0.1, watchdog_s=0.2, seam=Seam.WAIT)
+    settings = LoopSettings(period_s=0.1, watchdog_s=0.2, blending=ChunkBlending.WAIT)
     status = run(policy, arm, 200, settings=settings)
     lines = [one for one in caplog.records if "answers take" in one.getMessage()]
     assert [one.levelname for one in lines] == ["WARNING"]
@@ -582,7 +588,7 @@ def test_a_loop_says_once_how_long_answers_take_and_which_period_would_do(caplog
     )
     assert status.answer_s == pytest.approx(0.11)
     assert caplog.records[-1].getMessage().endswith("answers took 110 ms (p95)")
-    said = LoopSettings(period_s=0.12, watchdog_s=0.3, seam=Seam.WAIT)
+    said = LoopSettings(period_s=0.12, watchdog_s=0.3, blending=ChunkBlending.WAIT)
     arm = RecordingArm(VirtualClock())
     policy = ScriptedPolicy(arm.clock, *[[[0.1, 0.2, 1.0]]] * 999, answer_s=0.11)
     assert run(policy, arm, 200, settings=said).moves == 200

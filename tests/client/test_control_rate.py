@@ -7,7 +7,7 @@ import pytest
 
 from deft_client.actions import ActionRules
 from deft_client.control_loop import ControlLoop, LoopSettings, shortest_period_s
-from deft_core.types import ActionChunk, Seam
+from deft_core.types import ActionChunk, ChunkBlending
 from tests.client.loop_parts import RecordingArm, run
 from tests.standins.virtual_clock import VirtualClock
 
@@ -165,9 +165,9 @@ def test_a_move_that_takes_long_is_sent_earlier():
     assert [at - begins_s for at in arm.at_s[2:6]] == pytest.approx([0.27, 0.37, 0.47, 0.57])
 
 
-@pytest.mark.parametrize("seam", [None, *Seam])
+@pytest.mark.parametrize("blending", [None, *ChunkBlending])
 @pytest.mark.parametrize("num_actions", [1, 8])
-def test_the_wait_for_an_answer_ends_before_the_watchdog(seam, num_actions):
+def test_the_wait_for_an_answer_ends_before_the_watchdog(blending, num_actions):
     clock = VirtualClock()
     draw = random.Random(7)
 
@@ -177,7 +177,7 @@ def test_the_wait_for_an_answer_ends_before_the_watchdog(seam, num_actions):
 
     policy = NumberingPolicy(clock, any_time(), num_actions)
     arm = QuickArm(clock)
-    status = run(policy, arm, 500, LABELLED, LoopSettings(0.1, watchdog_s=0.2, seam=seam))
+    status = run(policy, arm, 500, LABELLED, LoopSettings(0.1, watchdog_s=0.2, blending=blending))
     assert status.stalls == 0
     apart = np.diff(arm.at_s[:-1])
     assert apart.max() <= 0.15 + MOVE_S + 1e-9

@@ -38,7 +38,7 @@ def client_at(address: str, kind: type[PolicyClient] = PolicyClient) -> PolicyCl
 
 def test_chunks_are_answered_streamed_recorded_and_replayed(tmp_path: Path) -> None:
     policy = policy_of("on")
-    settings = Settings(record=tmp_path, record_min_free_bytes=0, range="peer")
+    settings = Settings(record=tmp_path, record_min_free_bytes=0, out_of_range="passthrough")
     with running(create_app(policy, settings)) as address:
         for kind in (PolicyClient, StreamClient):
             with client_at(address, kind) as client:

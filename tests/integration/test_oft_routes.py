@@ -64,7 +64,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> OftPolicy:
 
 @pytest.fixture(scope="module")
 def client(policy: OftPolicy) -> Iterator[TestClient]:
-    settings = Settings(profile="oft", range="peer")
+    settings = Settings(profile="oft", out_of_range="passthrough")
     with client_of(create_app(policy, settings)) as client:
         yield client
 

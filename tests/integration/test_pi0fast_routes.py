@@ -22,7 +22,7 @@ from deft_server.settings import Settings
 from tests.golden_pi0fast import case, observation, options_of, picture, variant
 from tests.server.running import client_of, running
 
-PEER = Settings(range="peer")
+PEER = Settings(out_of_range="passthrough")
 
 
 @cache

@@ -89,7 +89,9 @@ def _answers_text(answers_ms: list[float], info: ServerInfo) -> str:
     if info.chunk_length > 1:
         # An answer is there in time if it takes as long as the other actions of a chunk.
         most_hz = 1000 * (1 - SEND_SHARE) * (info.chunk_length - 1) / found.p95
-        lines[1] += f"; up to {most_hz:.1f} Hz with chunks of {info.chunk_length} and Seam.SWITCH"
+        lines[1] += (
+            f"; up to {most_hz:.1f} Hz with chunks of {info.chunk_length} and ChunkBlending.SWITCH"
+        )
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -10,7 +10,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from deft_core.types import Image, Seam
+from deft_core.types import ChunkBlending, Image
 
 ARM_DIMENSIONS = 7  # position, rotation and gripper: the only layout whose gripper is known
 
@@ -52,7 +52,7 @@ class Convention:
     client_chain: ClientChain = ClientChain.NONE
     executed_steps: int | None = None
     wrist_camera: bool = False
-    seam: Seam = Seam.WAIT
+    blending: ChunkBlending = ChunkBlending.WAIT
     weights: tuple[float, ...] = ()
     # Of our server, where its clients may call, for /v1/info:
     endpoint: str = ""
@@ -126,7 +126,7 @@ VLA0 = Convention(
     Gripper.ROBOSUITE,
     executed_steps=1,
     wrist_camera=True,
-    seam=Seam.ENSEMBLE,
+    blending=ChunkBlending.ENSEMBLE,
     weights=(1.0,) + (0.5,) * 7,
     endpoint="POST /predict_base64 (VLA-0)",
     frame="rotated by the client",

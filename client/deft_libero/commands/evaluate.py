@@ -19,7 +19,7 @@ from deft_client.commands.connection import (
 from deft_core.methods import method_text
 from deft_core.peers.conventions import ClientChain, Convention, Gripper
 from deft_core.program import CommandParser
-from deft_core.types import ActOptions, Seam, ServerInfo
+from deft_core.types import ActOptions, ChunkBlending, ServerInfo
 from deft_libero.errors import EvaluationStoppedError, PlanError, ResultsWriteError, SelectionError
 from deft_libero.evaluation.evaluate import Evaluation
 from deft_libero.evaluation.plan import Entry, Ledger, Plan, differences, load_plan, require_apart
@@ -54,7 +54,7 @@ def _complete(options: argparse.Namespace) -> argparse.Namespace:
     # Without a method the server chooses.
     options.decoding = tuple(dict.fromkeys(map(method_text, options.decoding or ()))) or (None,)
     options.video, options.source = VideoChoice(options.video), _source(options)
-    options.seam = Seam(options.seam or options.source.profile.seam)
+    options.blending = ChunkBlending(options.blending or options.source.profile.blending)
     return options
 
 
@@ -153,7 +153,7 @@ def _add_simulation(group: Group) -> None:
         help="the simulator goes on at 20 Hz, and the arm holds until an answer comes",
     )  # fmt: skip
     group.add_argument(
-        "--seam", choices=[one.value for one in Seam],
+        "--blending", "--seam", choices=[one.value for one in ChunkBlending],
         help="how one chunk of actions gives way to the next (default: as the profile says)",
     )  # fmt: skip
     group.add_argument(

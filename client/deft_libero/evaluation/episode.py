@@ -196,7 +196,9 @@ class EpisodePlayer:
     def _new_queue(self) -> ActionQueue:
         config = self._config
         weights = config.source.profile.weights
-        return ActionQueue(conventions.ACTION_RULES, config.seam, config.executed_steps, weights)
+        return ActionQueue(
+            conventions.ACTION_RULES, config.blending, config.executed_steps, weights
+        )
 
     @property
     def _is_over(self) -> bool:

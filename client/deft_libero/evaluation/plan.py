@@ -30,7 +30,7 @@ PLAN_FILE = "plan.json"  # in the folder of results: which plan they are of
 OPTIONS = (
     *("tasks", "trials", "episodes", "decoding", "radius", "reasoning", "seed", "step_limit"),
     *("profile", "stream", "local_policy", "statistics_key", "image_chain", "gripper", "wrist"),
-    *("executed_steps", "real_time", "seam", "network_delay_ms", "widen_cm", "assets"),
+    *("executed_steps", "real_time", "blending", "seam", "network_delay_ms", "widen_cm", "assets"),
     *("any_mujoco", "environment", "fast"),
 )
 _SHORT = 12  # digits of a digest in a message

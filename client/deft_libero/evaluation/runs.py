@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from deft_core.measures.statistics import LEAST_EPISODES
-from deft_core.types import Seam, ServerInfo
+from deft_core.types import ChunkBlending, ServerInfo
 from deft_libero.errors import SelectionError
 from deft_libero.evaluation.selection import (
     LIBERO,
@@ -71,7 +71,7 @@ class RunConfig:
     simulator: str = LIBERO
     environment: EnvironmentSettings = field(default_factory=EnvironmentSettings)
     pacing: Pacing = Pacing.LOCK_STEP
-    seam: Seam = Seam.WAIT
+    blending: ChunkBlending = ChunkBlending.WAIT
     step_limit: int = 0
     seed: int = DEFAULT_SEED  # of Python's and numpy's global generators, in every episode
     look: int | None = None  # at held-out initial states: the first, the second, ...
@@ -142,15 +142,15 @@ class RunConfig:
             yield f"moved-{100 * self.environment.widen_metres:g}cm"
         if self.pacing is Pacing.REAL_TIME:
             yield "real-time"
-        if self.seam is not Seam.WAIT and self._uses_seam:
-            yield self.seam.value
+        if self.blending is not ChunkBlending.WAIT and self._uses_blending:
+            yield self.blending.value
         if source.network_delay_ms > 0:
             yield f"delay{source.network_delay_ms:g}ms"
 
     @property
-    def _uses_seam(self) -> bool:
-        """In lock step chunks follow each other whatever the seam, but for an ensemble."""
-        return self.pacing is Pacing.REAL_TIME or self.seam is Seam.ENSEMBLE
+    def _uses_blending(self) -> bool:
+        """In lock step chunks follow each other whatever the blending, but for an ensemble."""
+        return self.pacing is Pacing.REAL_TIME or self.blending is ChunkBlending.ENSEMBLE
 
     @property
     def _steps_as_robosuite(self) -> bool:
@@ -177,7 +177,7 @@ class RunConfig:
             "profile": source.profile.name,
             **({"reasoning": "aloud"} if source.options.want_reasoning else {}),
             "radius": "" if source.options.radius is None else str(source.options.radius),
-            **({"seam": self.seam.value} if self._uses_seam else {}),
+            **({"seam": self.blending.value} if self._uses_blending else {}),
             "seed": str(self.seed),
             "statistics_key": source.options.statistics_key or "",
             "step_limit": str(self.step_limit),
@@ -216,7 +216,7 @@ def plan_runs(asked: argparse.Namespace, info: ServerInfo | None) -> list[RunCon
                         simulator=asked.environment,
                         environment=environment,
                         pacing=pacing,
-                        seam=asked.seam,
+                        blending=asked.blending,
                         step_limit=asked.step_limit or suite.step_limit,
                         seed=asked.seed,
                         look=asked.look,

@@ -7,6 +7,7 @@ three. The file may also hold a table `[policy_options]`: flags of the policy, w
 import argparse
 import shlex
 import tomllib
+import warnings
 from argparse import ArgumentParser
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,9 @@ from deft_policies.commands.parse import PolicyCommand, parse_command
 from deft_server.settings import Settings, SettingsError
 
 ENVIRONMENT_PREFIX = "DEFT_SERVER_"
+# Earlier names and values of settings, understood for one version.
+RENAMED = {"range": "out_of_range"}
+RENAMED_VALUES = {"range": {"peer": "passthrough"}}
 POLICY_OPTIONS = "policy_options"
 # How `--help` shows the settings: those that most people need first.
 GROUPS = {
@@ -34,7 +38,7 @@ GROUPS = {
     ),
     "frames": (
         *("max_batch", "max_waiting", "patience_ms", "default_deadline_ms", "allow_options"),
-        *("strict_inputs", "ignore_cameras", "range", "session_ttl_s", "max_sessions"),
+        *("strict_inputs", "ignore_cameras", "out_of_range", "session_ttl_s", "max_sessions"),
     ),
     "clients of other projects": ("profile", "act_image_chain", "socket_image_chain"),
     "recording": ("record", "record_frames", "record_max_bytes", "record_min_free_bytes"),
@@ -74,6 +78,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                 group.add_argument(
                     flag, default=argparse.SUPPRESS, help=described, metavar=_metavar(info)
                 )
+    for name in RENAMED:
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def read_file(path: Path) -> Source:
@@ -90,7 +97,7 @@ def read_file(path: Path) -> Source:
     options = table.pop(POLICY_OPTIONS, {})
     if not isinstance(options, dict):
         raise SettingsError(f"{path}: {POLICY_OPTIONS} must be a table, got {options!r}")
-    _refuse_unknown(table, Settings.model_fields, str(path))
+    _refuse_unknown(table, {**Settings.model_fields, **RENAMED}, str(path))
     return Source(table, policy, _as_flags(options))
 
 
@@ -106,7 +113,7 @@ def read_environment(environment: Mapping[str, str]) -> Source:
     }
     policy = values.pop("policy", None)
     options = values.pop(POLICY_OPTIONS, "")
-    _refuse_unknown(values, Settings.model_fields, "the environment")
+    _refuse_unknown(values, {**Settings.model_fields, **RENAMED}, "the environment")
     return Source(
         values,
         None if policy is None else str(policy),
@@ -120,12 +127,27 @@ def build_settings(*sources: Mapping[str, object]) -> Settings:
     Names that are no settings are ignored here: they belong to the policy.
     """
     merged: dict[str, Any] = {}
-    for source in reversed(sources):
+    for source in map(_with_new_names, reversed(sources)):
         merged |= {name: value for name, value in source.items() if name in Settings.model_fields}
     try:
         return Settings(**merged)
     except ValidationError as error:
         raise SettingsError(_explain(error)) from error
+
+
+def _with_new_names(source: Mapping[str, object]) -> Mapping[str, object]:
+    """Return a source with today's name and value where it has an earlier one, and warn."""
+    given = dict(source)
+    for earlier in RENAMED.keys() & given.keys():
+        value = given.pop(earlier)
+        name, value = RENAMED[earlier], RENAMED_VALUES[earlier].get(str(value), value)
+        warnings.warn(
+            f"the setting {earlier} is now {name}: write {name} = {value!r}",
+            FutureWarning,
+            stacklevel=3,
+        )
+        given.setdefault(name, value)
+    return given
 
 
 def _refuse_unknown(given: Mapping[str, object], known: Mapping[str, object], where: str) -> None:

@@ -37,7 +37,7 @@ from deft_server.serving.lifecycle import Readiness, ServerPhase
 from deft_server.serving.metrics import Metrics
 from deft_server.serving.scheduler import Scheduler
 from deft_server.serving.sessions import SessionStore, flow_of
-from deft_server.settings import ActionRange, Settings
+from deft_server.settings import OutOfRange, Settings
 
 EXPIRE_EVERY_S = 1.0
 MAX_WARNINGS = 1024  # callers and inputs that the log names once
@@ -305,7 +305,7 @@ class Service:
         self, actions: NDArray[np.float64], policy: HostedPolicy, options: ActOptions
     ) -> NDArray[np.float64]:
         limits = policy.limits_of(options.statistics_key)
-        return checked_actions(actions, policy.info.action_dim, limits, self.settings.range)
+        return checked_actions(actions, policy.info.action_dim, limits, self.settings.out_of_range)
 
     def _forward_checked(
         self, on_actions: OnActions, policy: HostedPolicy, options: ActOptions
@@ -368,7 +368,7 @@ def checked_actions(
     actions: NDArray[np.float64],  # [step, action_dim]
     action_dim: int,
     limits: ActionLimits | None,
-    beyond: ActionRange,
+    out_of_range: OutOfRange,
 ) -> NDArray[np.float64]:
     """Return the actions that robots may execute; the same array if nothing was clamped.
 
@@ -396,4 +396,6 @@ def checked_actions(
             f"of step {step}; the statistics allow {limits.low[dimension]:.6g} to "
             f"{limits.high[dimension]:.6g}; it was withheld"
         )
-    return actions if beyond == "peer" else np.clip(actions, limits.low, limits.high)
+    if out_of_range == "passthrough":
+        return actions
+    return np.clip(actions, limits.low, limits.high)

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from deft_client.errors import NoActionError
 from deft_core.errors import Problem
 from deft_core.measures.answers import AnswerRecord
-from deft_core.types import ActionChunk, Observation, Seam, StageTimings
+from deft_core.types import ActionChunk, ChunkBlending, Observation, StageTimings
 from deft_libero.evaluation.episode import EpisodeLog, EpisodePlayer
 from deft_libero.evaluation.runs import RunConfig, VideoChoice
 from deft_libero.policies.source import PROFILES, PolicySource
@@ -79,7 +79,7 @@ def test_a_part_of_a_chunk_is_executed_where_the_profile_says_so() -> None:
 
 def test_an_ensemble_asks_at_every_step_and_averages_what_was_answered() -> None:
     source = PolicySource(profile=PROFILES["vla0"])
-    config = replace(_config(), seam=Seam.ENSEMBLE, source=source, step_limit=3)
+    config = replace(_config(), blending=ChunkBlending.ENSEMBLE, source=source, step_limit=3)
     log = _play(CountingEnvironment(), EchoPolicy(chunk_length=8), config)
     assert len(log.answers) == len(log.actions) == 3
     plain = _play(CountingEnvironment(), EchoPolicy(chunk_length=8), _config(executed_steps=1))

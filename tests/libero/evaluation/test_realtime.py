@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from deft_client.errors import ServerUnreachableError
-from deft_core.types import ActionChunk, Observation, Seam
+from deft_core.types import ActionChunk, ChunkBlending, Observation
 from deft_libero.evaluation.episode import BackgroundCalls, Clock, EpisodeLog, EpisodePlayer
 from deft_libero.evaluation.runs import Pacing, RunConfig
 from deft_libero.policies.source import PROFILES, PolicySource
@@ -46,7 +46,7 @@ def _play(
     environment = SlowEnvironment(clock, step_s)
     source = PolicySource(profile=replace(PROFILES["deft"], executed_steps=executed_steps))
     config = RunConfig(
-        "s", source, pacing=Pacing.REAL_TIME, seam=Seam.SWITCH, step_limit=step_limit
+        "s", source, pacing=Pacing.REAL_TIME, blending=ChunkBlending.SWITCH, step_limit=step_limit
     )
     log = EpisodePlayer(environment, EchoPolicy(), config).play(0, "s", clock, calls)
     return Played(log, clock, calls)

@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 import pytest
 
-from deft_core.types import Seam
+from deft_core.types import ChunkBlending
 from scripts.check_seams import (
     CHUNKS,
     DELAYS_MS,
@@ -27,18 +27,18 @@ def test_at_200_ms_a_hundred_pairs_come_out_as_documented_and_hold() -> None:
         own = asdict(line)
         assert own.pop("seam") == known.pop("seam")
         assert own == pytest.approx(known, rel=1e-6)
-    default = [line for line in lines if line.seam == Seam.WAIT.value]
+    default = [line for line in lines if line.seam == ChunkBlending.WAIT.value]
     assert [line.pairs for line in default] == [100, 100]
     assert all(line.losses - line.wins <= 10 for line in default)
     assert all(line.largest_step <= 1.5 * line.largest_step_inside for line in default)
     # Or the world asks too little to tell them apart.
-    assert not all(line.holds for line in lines if line.seam == Seam.SWITCH.value)
+    assert not all(line.holds for line in lines if line.seam == ChunkBlending.SWITCH.value)
 
 
 def test_recorded_chunks_meet_without_a_larger_step() -> None:
     chunks = load_chunks(CHUNKS)
     for delay in (1, 4):
-        sizes = replay(chunks, Seam.WAIT, delay)
+        sizes = replay(chunks, ChunkBlending.WAIT, delay)
         assert 0 < sizes.commanded <= 1.5 * sizes.inside
 
 
@@ -52,4 +52,4 @@ def test_a_line_through_pairs_bears_some_outliers() -> None:
 def test_the_command_prints_every_kind_of_seam(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--pairs", "6"]) == 0
     shown = capsys.readouterr().out
-    assert all(shown.count(f"\n| {seam.value} ") == 2 * len(DELAYS_MS) for seam in Seam)
+    assert all(shown.count(f"\n| {seam.value} ") == 2 * len(DELAYS_MS) for seam in ChunkBlending)

@@ -140,3 +140,18 @@ def test_a_flag_the_policy_does_not_take_is_refused(capsys: pytest.CaptureFixtur
         serve.main(["--policy", "constant", "--checkpoint", "x"])
     assert usage.value.code == 2
     assert "--checkpoint" in capsys.readouterr().err
+
+
+def test_the_earlier_name_of_a_setting_is_understood_from_every_source(tmp_path: Path):
+    """`range = "peer"` is now `out_of_range = "passthrough"`; the warning says what to write."""
+    said = "write out_of_range = 'passthrough'"
+    for source in (
+        parsed("--range", "peer"),
+        read_environment({"DEFT_SERVER_RANGE": "peer"}).settings,
+        read_file(written(tmp_path, 'range = "peer"\n')).settings,
+    ):
+        with pytest.warns(FutureWarning, match=said):
+            assert build_settings(source).out_of_range == "passthrough"
+    with pytest.warns(FutureWarning, match="write out_of_range = 'clamp'"):
+        merged = build_settings(parsed("--range", "clamp"), {"out_of_range": "passthrough"})
+    assert merged.out_of_range == "clamp"

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 
 from deft_server.errors import UnsafeAnswerError
 from deft_server.serving.service import checked_actions
-from deft_server.settings import ActionRange
+from deft_server.settings import OutOfRange
 from tests.standins.policies import LimitedFake
 
 pytestmark = pytest.mark.promise
@@ -16,13 +16,13 @@ Actions = NDArray[np.float64]
 
 
 def checked(
-    actions: Actions, may_exceed: bool | None = False, beyond: ActionRange = "clamp"
+    actions: Actions, may_exceed: bool | None = False, out_of_range: OutOfRange = "clamp"
 ) -> Actions:
     """Check actions against a range of -1 to 1, or against none where nothing says of one."""
     limits = None
     if may_exceed is not None:
         limits = LimitedFake(may_exceed=may_exceed).action_limits(None)
-    return checked_actions(actions, 7, limits, beyond)
+    return checked_actions(actions, 7, limits, out_of_range)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -61,11 +61,11 @@ def test_an_answer_of_a_policy_that_may_exceed_the_statistics_is_clamped():
 
 def test_on_request_it_is_sent_as_it_is_but_faults_are_still_withheld():
     actions = np.full((1, 7), 1.2)
-    assert checked(actions, True, "peer") is actions
+    assert checked(actions, True, "passthrough") is actions
     with pytest.raises(UnsafeAnswerError, match="1.2 in dimension 0"):
-        checked(actions, False, "peer")
+        checked(actions, False, "passthrough")
     with pytest.raises(UnsafeAnswerError, match="NaN"):
-        checked(actions * np.nan, True, "peer")
+        checked(actions * np.nan, True, "passthrough")
 
 
 def test_a_policy_that_tells_no_limits_is_checked_for_finiteness_only():
