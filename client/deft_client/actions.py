@@ -121,7 +121,7 @@ class ActionRules:
         before = np.zeros_like(action) if before is None else before
         moved = np.abs(action - np.where(self.motions, 0.0, before))
         changed = np.abs(action - before)
-        found = [
+        excesses = [
             Excess(name, dimension, float(wanted[dimension]), float(allowed[dimension]))
             for name, wanted, allowed in (
                 ("max_step", moved, self._bounds(self.max_step)),
@@ -129,7 +129,7 @@ class ActionRules:
             )
             for dimension in np.flatnonzero(wanted > allowed).tolist()
         ]
-        return max(found, key=lambda one: one.ratio, default=None)
+        return max(excesses, key=lambda one: one.ratio, default=None)
 
     def hold(self, before: Action | None) -> Action | None:
         """Return the action that stays: no motion, every position as it was; None where unknown."""

@@ -162,7 +162,7 @@ class ClientCalls:
         settings, options = self.settings, options or ActOptions()
         until = self._until(options.deadline_ms)
         options = replace(options, session_id=options.session_id or self.session_id)
-        self._warn_of_unread(observation)
+        self._warn_of_ignored_inputs(observation)
         message = ActMessage(observation, options, self._message_id())
         body = encode_request(message, settings.image_encoding, settings.jpeg_quality)
         return _act_post(body, *until)
@@ -223,11 +223,11 @@ class ClientCalls:
         waits_s = retry_after_s(reply.headers)
         return problem_error(decode_problem(reply.status, reply.body, waits_s))
 
-    def _warn_of_unread(self, observation: Observation) -> None:
+    def _warn_of_ignored_inputs(self, observation: Observation) -> None:
         """Say once, where `info` was asked, what the policy does not look at or was not taught."""
         if self._info is None:
             return
-        for name, reason in self._info.unread(observation).items():
+        for name, reason in self._info.ignored_inputs(observation).items():
             logger.warning("%s: %s", name, reason)
         if note := self._info.untrained(observation.instruction):
             logger.warning("%s", note)

@@ -449,13 +449,13 @@ class ControlLoop:
         ours, answer_s = self._settings, self._answer_s or 0.0
         period_s = max(shortest_period_s(answer_s), ours.period_s)
         watchdog_s = (2 + HALF) * period_s  # then it ends no wait before the period does
-        found = [] if period_s == ours.period_s else [f"period_s={period_s:g}"]
+        changes = [] if period_s == ours.period_s else [f"period_s={period_s:g}"]
         is_cut_short = answer_s > ours.watchdog_s - (1 + HALF) * period_s
-        if is_cut_short and (found or self._queue.blending is ChunkBlending.WAIT):
-            found.append(f"watchdog_s={watchdog_s:g}")
-        if not found:
+        if is_cut_short and (changes or self._queue.blending is ChunkBlending.WAIT):
+            changes.append(f"watchdog_s={watchdog_s:g}")
+        if not changes:
             return "the period is long enough for 95% of the answers"
-        return f"{' with '.join(found)} would do"
+        return f"{' with '.join(changes)} would do"
 
     @property
     def _answer_s(self) -> float | None:

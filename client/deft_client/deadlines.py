@@ -136,24 +136,24 @@ class _Stream(httpcore.NetworkStream):
 def _addresses(host: str, port: int, timeout: float | None) -> list[str]:
     """Return the addresses of a host. The system has no time limit for looking them up,
     so a thread that nobody waits for any longer does it."""
-    found: queue.SimpleQueue[list[str] | OSError] = queue.SimpleQueue()
+    results: queue.SimpleQueue[list[str] | OSError] = queue.SimpleQueue()
 
     def look() -> None:
         try:
             entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except OSError as error:
-            found.put(error)
+            results.put(error)
         else:
-            found.put([str(address[0]) for *_, address in entries])
+            results.put([str(address[0]) for *_, address in entries])
 
     with suppress(ValueError):
         ip_address(host)
         return [host]
     threading.Thread(target=look, name="deft-client-addresses", daemon=True).start()
     try:
-        addresses = found.get(timeout=remaining_s(timeout, httpcore.ConnectTimeout))
+        addresses = results.get(timeout=remaining_s(timeout, httpcore.ConnectTimeout))
     except queue.Empty:
-        raise httpcore.ConnectTimeout(f"the address of {host} was not found in time") from None
+        raise httpcore.ConnectTimeout(f"the address of {host} was not results in time") from None
     if isinstance(addresses, OSError):
         try:  # httpcore drops the cause of an error and keeps its context
             raise addresses

@@ -30,8 +30,10 @@ def _state_of(given: object) -> NDArray[np.float32]:
     except (TypeError, ValueError) as error:  # rows of several lengths; another device's memory
         raise ValueError(f"state must be numbers [state_dim]: {error}") from error
     if numbers.dtype.kind not in "fiub" or numbers.ndim != 1:
-        found = f"{numbers.dtype} {list(numbers.shape)}"
-        raise ValueError(f"state must be numbers [state_dim], got {found} ({type(given).__name__})")
+        arrived = f"{numbers.dtype} {list(numbers.shape)}"
+        raise ValueError(
+            f"state must be numbers [state_dim], got {arrived} ({type(given).__name__})"
+        )
     with np.errstate(over="ignore"):
         state = numbers.astype(np.float32, copy=False)
     if not np.isfinite(state).all():
@@ -289,19 +291,19 @@ class ServerInfo:
     versions: Mapping[str, str] = field(default_factory=dict)
     details: Mapping[str, str] = field(default_factory=dict)
 
-    def unread(self, observation: Observation) -> dict[str, str]:
-        """What an observation has that the policy does not look at: fields, and why."""
-        found = {}
+    def ignored_inputs(self, observation: Observation) -> dict[str, str]:
+        """The fields of an observation that the policy does not look at, and why."""
+        reasons = {}
         wrists = [name for name in observation.cameras if "wrist" in name]
-        named = [one for one in observation.cameras if one.rpartition(".")[2] in self.cameras]
-        wrists = [one for one in wrists if one not in named]
-        unseen = [one for one in observation.cameras if one not in (*wrists, *named)]
+        named = [name for name in observation.cameras if name.rpartition(".")[2] in self.cameras]
+        wrists = [name for name in wrists if name not in named]
+        unseen = [name for name in observation.cameras if name not in (*wrists, *named)]
         unseen += wrists[max(self.num_pictures - 1 - len(named), 0) :]
         if unseen:
-            found["cameras"] = f"the policy does not look at {', '.join(unseen)}"
+            reasons["cameras"] = f"the policy does not look at {', '.join(unseen)}"
         if observation.state is not None and self.state_dim is None:
-            found["state"] = "the policy reads no state"
-        return found
+            reasons["state"] = "the policy reads no state"
+        return reasons
 
     def untrained(self, instruction: str) -> str:
         """Say that the policy was not trained on an instruction; empty where it was, or may be."""

@@ -111,17 +111,19 @@ def test_what_the_policy_does_not_look_at_is_said_once(caplog):
     robot.act()
     robot.act()
     lines = [one.getMessage() for one in caplog.records if one.name == "deft_client.calls"]
-    assert lines == [f"{name}: {reason}" for name, reason in INFO.unread(OBSERVATION).items()]
+    assert lines == [
+        f"{name}: {reason}" for name, reason in INFO.ignored_inputs(OBSERVATION).items()
+    ]
 
 
 def test_wrist_cameras_are_looked_at_as_far_as_the_policy_has_eyes():
     image = OBSERVATION.image
     cameras = {"left_wrist": image, "front": image, "right_wrist": image}
     seen = Observation(image, "lift it", cameras, np.zeros(8, np.float32))
-    assert replace(INFO, num_pictures=3, state_dim=8).unread(seen) == {
+    assert replace(INFO, num_pictures=3, state_dim=8).ignored_inputs(seen) == {
         "cameras": "the policy does not look at front"
     }
-    assert replace(INFO, num_pictures=2, state_dim=None).unread(seen) == {
+    assert replace(INFO, num_pictures=2, state_dim=None).ignored_inputs(seen) == {
         "cameras": "the policy does not look at front, right_wrist",
         "state": "the policy reads no state",
     }

@@ -199,13 +199,13 @@ def _load(options: argparse.Namespace) -> int:
         "deadline_ms": deadline_ms,
         "frames": "noise" if options.recording is None else str(options.recording),
     }
-    found = _find(fleet, options) if options.find else _play_once(fleet, options)
+    outcome = _find(fleet, options) if options.find else _play_once(fleet, options)
     if options.json is not None:
         try:
-            options.json.write_text(json.dumps({**result, **found}, indent=1) + "\n")
+            options.json.write_text(json.dumps({**result, **outcome}, indent=1) + "\n")
         except OSError as error:
             raise UsageError(f"cannot write {options.json}: {error}") from error
-    return 0 if found.get("carries", found.get("answered")) else 1
+    return 0 if outcome.get("carries", outcome.get("answered")) else 1
 
 
 def _frames(
@@ -286,12 +286,12 @@ def require_private(url: str) -> None:
     """Raise `UsageError` for a server that may be somebody else's."""
     host = urlsplit(url).hostname or ""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise UsageError(f"cannot find the address of {host}: {error}") from error
-    for address in {str(entry[4][0]) for entry in found}:
-        known = ip_address(address.partition("%")[0])
-        if not (known.is_private or known.is_loopback):
+    for address in {str(entry[4][0]) for entry in entries}:
+        ip = ip_address(address.partition("%")[0])
+        if not (ip.is_private or ip.is_loopback):
             raise UsageError(
                 f"{host} has the public address {address}; a load on a server of somebody else is "
                 "an attack: give --yes-i-own-it if it is yours"

@@ -80,15 +80,15 @@ def _answers_ms(policy: PolicyClient, info: ServerInfo, count: int) -> list[floa
 
 def _answers_text(answers_ms: list[float], info: ServerInfo) -> str:
     """How long answers take, and at which rate a control loop can execute them."""
-    found = percentiles(answers_ms)
-    period_s = shortest_period_s(found.p95 / 1000)
+    times = percentiles(answers_ms)
+    period_s = shortest_period_s(times.p95 / 1000)
     lines = [
-        f"answer       {found.p50:.1f} ms p50, {found.p95:.1f} ms p95 of {found.count} frames",
+        f"answer       {times.p50:.1f} ms p50, {times.p95:.1f} ms p95 of {times.count} frames",
         f"control      up to {1 / period_s:.1f} Hz: period_s={period_s:g}",
     ]
     if info.chunk_length > 1:
         # An answer is there in time if it takes as long as the other actions of a chunk.
-        most_hz = 1000 * (1 - SEND_SHARE) * (info.chunk_length - 1) / found.p95
+        most_hz = 1000 * (1 - SEND_SHARE) * (info.chunk_length - 1) / times.p95
         lines[1] += (
             f"; up to {most_hz:.1f} Hz with chunks of {info.chunk_length} and ChunkBlending.SWITCH"
         )

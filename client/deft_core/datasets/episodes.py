@@ -60,21 +60,21 @@ def need(package: str) -> ModuleType:
 
 
 def pick_cameras(
-    there: tuple[str, ...], wanted: Sequence[str], where: Path
+    there: tuple[str, ...], wanted: Sequence[str], path: Path
 ) -> tuple[str, tuple[str, ...]]:
     """Which picture is the observation's own, and which go along; by default the only one."""
     if not there:
-        raise DatasetError(f"{where}: no pictures in it, only numbers")
+        raise DatasetError(f"{path}: no pictures in it, only numbers")
     if not wanted:
         if len(there) == 1:
             return there[0], ()
         raise DatasetError(
-            f"{where}: has several cameras ({', '.join(there)}); say which one the policy looks "
+            f"{path}: has several cameras ({', '.join(there)}); say which one the policy looks "
             "through, and which go along, with --cameras"
         )
     unknown = set(wanted) - set(there)
     if unknown:
         raise DatasetError(
-            f"{where}: no camera {', '.join(sorted(unknown))}; there are {', '.join(there)}"
+            f"{path}: no camera {', '.join(sorted(unknown))}; there are {', '.join(there)}"
         )
     return wanted[0], tuple(wanted[1:])

@@ -68,15 +68,15 @@ def decode_base64(text: str) -> bytes:
     return b64decode(text, validate=True)
 
 
-def read_shape(value: object, where: str) -> list[int]:
+def read_shape(value: object, field: str) -> list[int]:
     """Return a shape whose entries are counts."""
     if not isinstance(value, list) or len(value) > MAX_AXES:
         raise UnusableValueError(
-            where, f"must be a list of at most {MAX_AXES} counts, got {brief(value)}"
+            field, f"must be a list of at most {MAX_AXES} counts, got {brief(value)}"
         )
     if not {int}.issuperset(map(type, value)) or min(value, default=0) < 0:
         raise UnusableValueError(
-            where, f"must hold counts only, got {', '.join(map(brief, value))}"
+            field, f"must hold counts only, got {', '.join(map(brief, value))}"
         )
     return value
 

@@ -318,8 +318,8 @@ def decode_problem(status: int, data: bytes, retry_after_s: float | None = None)
     title = f"HTTP {status}"
     try:
         check_bytes(data, MAX_PROBLEM_BYTES)
-        told = decode(data, dict, WireFormat.JSON)
-        problem = convert({"title": title, **told, "status": status}, Problem)
+        fields = decode(data, dict, WireFormat.JSON)
+        problem = convert({"title": title, **fields, "status": status}, Problem)
     except WireError:
         problem = Problem(status, title, _words_of(status, data))
     return problem if retry_after_s is None else replace(problem, retry_after_s=retry_after_s)
@@ -385,27 +385,27 @@ def _check_cameras(cameras: Mapping[str, Picture], limits: WireLimits) -> None:
             )
 
 
-def _frame_reader(picture: Picture, where: str, context: ReadContext) -> Callable[[], Image]:
+def _frame_reader(picture: Picture, field: str, context: ReadContext) -> Callable[[], Image]:
     """Return what reads a camera frame, which may be used."""
     if (picture.encoding or _RAW) == _RAW:
-        pixels = _raw_pixels(picture, where, context.limits)
+        pixels = _raw_pixels(picture, field, context.limits)
         return lambda: pixels
     for name in ("dtype", "shape"):
         if getattr(picture, name) is not None:
-            raise MalformedMessageError(f"{where}.{name}", "only raw pixels have it; remove it")
-    claim_pixels(*claimed_size(picture.data, where), where, context)
-    return partial(decode_image, picture.data, where, context.limits)
+            raise MalformedMessageError(f"{field}.{name}", "only raw pixels have it; remove it")
+    claim_pixels(*claimed_size(picture.data, field), field, context)
+    return partial(decode_image, picture.data, field, context.limits)
 
 
-def _raw_pixels(picture: Picture, where: str, limits: WireLimits) -> Image:
+def _raw_pixels(picture: Picture, field: str, limits: WireLimits) -> Image:
     if picture.dtype is None or picture.shape is None:
         name = "dtype" if picture.dtype is None else "shape"
-        raise MalformedMessageError(f"{where}.{name}", "missing; raw pixels have dtype and shape")
+        raise MalformedMessageError(f"{field}.{name}", "missing; raw pixels have dtype and shape")
     shape = picture.shape
     if len(shape) != 3 or shape[2] != 3:
-        raise UnusableValueError(f"{where}.shape", f"must be [height, width, 3], got {shape}")
-    check_image_size(shape[0], shape[1], f"{where}.shape", limits)
-    return array_over(picture.data, np.dtype(np.uint8), shape, f"{where}.data")
+        raise UnusableValueError(f"{field}.shape", f"must be [height, width, 3], got {shape}")
+    check_image_size(shape[0], shape[1], f"{field}.shape", limits)
+    return array_over(picture.data, np.dtype(np.uint8), shape, f"{field}.data")
 
 
 def _read_state(state: Array | list[float], limits: WireLimits) -> NDArray[np.float32]:
@@ -440,12 +440,12 @@ def _read_actions(actions: Array | list[list[float]], limits: WireLimits) -> NDA
     return values
 
 
-def _read_array(array: Array, dtype: str, where: str, most: int) -> NDArray[Any]:
+def _read_array(array: Array, dtype: str, field: str, most: int) -> NDArray[Any]:
     if array.dtype != dtype:
-        raise UnusableValueError(f"{where}.dtype", f"must be {dtype}, got {array.dtype}")
+        raise UnusableValueError(f"{field}.dtype", f"must be {dtype}, got {array.dtype}")
     if math.prod(array.shape) > most:
         raise MessageTooLargeError(
-            f"{where}.shape", f"{array.shape} is beyond the {most} values that are allowed"
+            f"{field}.shape", f"{array.shape} is beyond the {most} values that are allowed"
         )
     layout = np.dtype(dtype).newbyteorder("<")
-    return array_over(array.data, layout, array.shape, f"{where}.data")
+    return array_over(array.data, layout, array.shape, f"{field}.data")

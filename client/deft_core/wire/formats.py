@@ -63,15 +63,15 @@ def decode(
         raise MalformedMessageError(name, f"is not {spelt}: {error}") from None
 
 
-def convert(value: object, kind: type[T], where: str = "", name: str = "body") -> T:
+def convert(value: object, kind: type[T], field: str = "", name: str = "body") -> T:
     """Return maps, lists and scalars as a type, or raise `WireError`.
 
-    The value is the field `where`, or a whole that is called `name`.
+    Errors call it `field`, or `name` where it is a whole message.
     """
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise refusal(error, kind, value, msgspec.convert, name, where) from None
+        raise refusal(error, kind, value, msgspec.convert, name, field) from None
 
 
 def _plain(value: object) -> object:

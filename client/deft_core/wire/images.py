@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     import PIL.Image
 
 
-def array_over(data: bytes, dtype: np.dtype[Any], shape: list[int], where: str) -> NDArray[Any]:
+def array_over(data: bytes, dtype: np.dtype[Any], shape: list[int], field: str) -> NDArray[Any]:
     """Return a read-only array over bytes that must match dtype and shape exactly."""
     expected = math.prod(shape) * dtype.itemsize
     if len(data) != expected:
         raise UnusableValueError(
-            where, f"{len(data)} bytes; {shape} of {dtype.name} takes {expected}"
+            field, f"{len(data)} bytes; {shape} of {dtype.name} takes {expected}"
         )
     return np.frombuffer(data, dtype).reshape(shape)
 

@@ -41,12 +41,12 @@ _type_info = lru_cache(inspect.type_info)  # it takes half a millisecond
 
 
 def refusal(
-    error: msgspec.ValidationError, kind: Any, value: object, decode: Decode, name: str, where: str
+    error: msgspec.ValidationError, kind: Any, value: object, decode: Decode, name: str, field: str
 ) -> WireError:
     """Return the complaint about a value that does not fit a type.
 
-    A value that is not decoded yet is a `msgspec.Raw`. It is the field `where`, or a whole that is
-    called `name`.
+    A value that is not decoded yet is a `msgspec.Raw`. Errors call it `field`, or `name` where it
+    is a whole message.
     """
     match = _SENTENCE.fullmatch(str(error))
     assert match is not None
@@ -54,50 +54,50 @@ def refusal(
     if isinstance(value, Raw) and memoryview(value).nbytes > _MAX_BYTES:
         value = _UNKNOWN
     step, types = "", _alternatives([_type_info(kind)])
-    for field, index in _STEP.findall(path):
-        step = _culprit(types, value, decode) if index == "..." else field or index
+    for entry, index in _STEP.findall(path):
+        step = _culprit(types, value, decode) if index == "..." else entry or index
         value = _part(value, step, decode)
         types = _alternatives(_part_types(types, step))
-        where += f"[{step}]" if index.isdigit() else f".{printable(step[:64])}" if step else ""
-    where = where.removeprefix(".")
+        field += f"[{step}]" if index.isdigit() else f".{printable(step[:64])}" if step else ""
+    field = field.removeprefix(".")
     if found := _FIELD.fullmatch(sentence):
-        place = f"{where}.{printable(found[2][:64])}".removeprefix(".")
+        place = f"{field}.{printable(found[2][:64])}".removeprefix(".")
         if found[1] == "missing required":
             return MalformedMessageError(place, "missing")
         fields = [one for kind in types for one in getattr(kind, "fields", ())]
         return unknown_field(place, [one.encode_name for one in fields])
-    where = where or name
+    field = field or name
     if is_name:
-        return MalformedMessageError(where, "has a name that is not text")
+        return MalformedMessageError(field, "has a name that is not text")
     if found := _TOO_LONG.match(sentence):
-        return MessageTooLargeError(where, f"has more than the {found[1]} entries that are allowed")
+        return MessageTooLargeError(field, f"has more than the {found[1]} entries that are allowed")
     if "base64" in sentence:
-        return UnusableValueError(where, "is not base64")
+        return UnusableValueError(field, "is not base64")
     if not sentence.startswith(("Expected", "Invalid", "Integer", "Number")):
-        return UnusableValueError(where, sentence)  # by a type's own check
+        return UnusableValueError(field, sentence)  # by a type's own check
     text = f"must be {' or '.join(map(_expected, types))}{_arrived(sentence, value, decode)}"
     if step in _OF_LATER_VERSIONS:
-        return UnsupportedMessageError(where, text)
+        return UnsupportedMessageError(field, text)
     if any(isinstance(one, _MAPS) for one in types):
-        return MalformedMessageError(where, text)
-    return UnusableValueError(where, text)
+        return MalformedMessageError(field, text)
+    return UnusableValueError(field, text)
 
 
-def unknown_field(where: str, known: Collection[str]) -> MalformedMessageError:
+def unknown_field(field: str, known: Collection[str]) -> MalformedMessageError:
     """Return the complaint about a field that a record does not have."""
-    close = get_close_matches(where.rpartition(".")[2], known, n=1)
+    close = get_close_matches(field.rpartition(".")[2], known, n=1)
     hint = f"did you mean {close[0]}?" if close else "remove it"
-    return MalformedMessageError(where, f"unknown field; {hint}")
+    return MalformedMessageError(field, f"unknown field; {hint}")
 
 
-def check_text(text: str, where: str, max_chars: int) -> str:
+def check_text(text: str, field: str, max_chars: int) -> str:
     """Return a text that is no longer than `max_chars` and valid Unicode, or raise `WireError`."""
     if len(text) > max_chars:
         raise MessageTooLargeError(
-            where, f"{len(text)} characters; at most {max_chars} are allowed"
+            field, f"{len(text)} characters; at most {max_chars} are allowed"
         )
     if not text.isascii() and printable(text) != text:
-        raise UnusableValueError(where, "is not valid UTF-8")
+        raise UnusableValueError(field, "is not valid UTF-8")
     return text
 
 

@@ -68,7 +68,7 @@ _DESCRIBED: dict[str, Any] = {
 
 
 def _parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    parser.set_defaults(look=None, plan_notes={})
+    parser.set_defaults(held_out_attempt=None, plan_notes={})
     parser.add_argument(
         "suites",
         nargs="*",
@@ -409,6 +409,6 @@ def _entry_options(plan: Plan, entry: Entry, given: argparse.Namespace) -> argpa
     options = _parser(_EntryParser(allow_abbrev=False)).parse_args(entry.words())
     for name in _BESIDE_PLAN:
         setattr(options, name, getattr(given, name))
-    options.look = plan.look
+    options.held_out_attempt = plan.attempt
     options.plan_notes = {"plan": f"{plan.path.name} sha256 {plan.digest}", "entry": entry.name}
     return _complete(options)

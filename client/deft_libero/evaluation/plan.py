@@ -62,11 +62,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan file: `look` is 1, or more where the same states were played by an earlier plan."""
+    """A plan file. `attempt` is 1, or more where an earlier plan played the same states."""
 
     path: Path
     digest: str
-    look: int
+    attempt: int  # `look` in the file
     entries: tuple[Entry, ...]
 
     @contextmanager
@@ -92,15 +92,15 @@ def load_plan(path: Path) -> Plan:
     if not isinstance(values, dict) or not isinstance(values.get("entry"), list):
         raise PlanError(f"{path} is no plan: expected a list of [[entry]] tables")
     _refuse_unknown(values, known, str(path))
-    look = values.get("look", 1)
-    if type(look) is not int or look < 1:
-        raise PlanError(f"{path}: look must be a number from 1, got {look!r}")
+    attempt = values.get("look", 1)
+    if type(attempt) is not int or attempt < 1:
+        raise PlanError(f"{path}: look must be a number from 1, got {attempt!r}")
     served = _served(values, str(path))
     entries = [_entry(one, served, f"{path}, entry {n}") for n, one in enumerate(values["entry"])]
     names = [entry.name for entry in entries]
     if not entries or len(set(names)) < len(names):
         raise PlanError(f"{path}: expected entries with different names, got {names}")
-    return Plan(path, hashlib.sha256(content).hexdigest(), look, tuple(entries))
+    return Plan(path, hashlib.sha256(content).hexdigest(), attempt, tuple(entries))
 
 
 def _entry(values: object, served: Mapping[str, str], place: str) -> Entry:
@@ -201,7 +201,7 @@ class Ledger:
             "plan": plan.path.name,
             "sha256": plan.digest,
             "commit": self._commit,
-            "look": plan.look,
+            "look": plan.attempt,
             "entries": {},
         }
         names = {entry.name for entry in plan.entries}
@@ -211,7 +211,7 @@ class Ledger:
                     f"entry {note.entry!r} was played on {note.began}, into the results "
                     f"{note.results}, and {out} is another folder. Held-out states are played "
                     "once: give --out that folder to resume it. A second look takes a plan of "
-                    f"its own, with look = {plan.look + 1}"
+                    f"its own, with look = {plan.attempt + 1}"
                 )
 
     def check(self, entry: Entry, runs: Sequence[RunConfig]) -> None:

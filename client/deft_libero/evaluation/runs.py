@@ -63,7 +63,7 @@ class RunConfig:
     """One run, whole: it is planned once, pickled to the workers and written to `run.json`.
 
     Results are added to a folder only where everything agrees that `header` puts into its options,
-    versions, server and assets; the last four fields may differ from one sitting to the next.
+    versions, server and assets; the last four fields may differ when a run is resumed.
     """
 
     suite: str
@@ -74,7 +74,7 @@ class RunConfig:
     blending: ChunkBlending = ChunkBlending.WAIT
     step_limit: int = 0
     seed: int = DEFAULT_SEED  # of Python's and numpy's global generators, in every episode
-    look: int | None = None  # at held-out initial states: the first, the second, ...
+    held_out_attempt: int | None = None  # at held-out initial states: 1, 2, ...
     assets: str = ""  # what the simulator shows, as results name it
     server: Mapping[str, str] = field(default_factory=dict)  # what it says of itself
     plan: Mapping[str, str] = field(default_factory=dict)  # which plan it is an entry of
@@ -119,8 +119,8 @@ class RunConfig:
 
     def _name_parts(self) -> Iterator[str]:
         source = self.source
-        if self.look is not None and self.look > 1:
-            yield f"look {self.look}"  # first: reports leave out last words that all runs share
+        if (self.held_out_attempt or 1) > 1:  # first: reports leave out last words of all runs
+            yield f"look {self.held_out_attempt}"
         if source.factory:
             yield source.name
         else:
@@ -166,7 +166,11 @@ class RunConfig:
             "executed_steps": str(self.executed_steps or "all"),
             "frame_size": str(self.environment.frame_size),
             "gripper": source.profile.gripper.value,
-            **({} if self.look is None else {"held-out look": str(self.look)}),
+            **(
+                {}
+                if self.held_out_attempt is None
+                else {"held-out look": str(self.held_out_attempt)}
+            ),
             "image_chain_of_client": source.profile.client_chain.value,
             "network_delay_ms": f"{source.network_delay_ms:g}",
             "pacing": self.pacing.value,
@@ -204,7 +208,7 @@ def plan_runs(asked: argparse.Namespace, info: ServerInfo | None) -> list[RunCon
     for suite in suites:
         wanted = trained_tasks(suite, info) if asked.tasks == TRAINED else asked.tasks
         keys = select_episodes(suite, wanted, asked.trials, asked.episodes)
-        if asked.look is None:
+        if asked.held_out_attempt is None:
             _refuse_held_out(suite, keys, info)
         for decoding in asked.decoding:
             source = _source(asked.source, suite, decoding, info)
@@ -219,7 +223,7 @@ def plan_runs(asked: argparse.Namespace, info: ServerInfo | None) -> list[RunCon
                         blending=asked.blending,
                         step_limit=asked.step_limit or suite.step_limit,
                         seed=asked.seed,
-                        look=asked.look,
+                        held_out_attempt=asked.held_out_attempt,
                         assets=assets,
                         server=_server(source, info),
                         plan=asked.plan_notes,

@@ -1,7 +1,7 @@
 """A run on disk: `run.json`, which decides what its results mean, and a line per episode.
 
 Two results may share a folder only if their headers agree; what a run was started for (which
-trials, how many workers, at which address the server was) may differ between two sittings. An
+trials, how many workers, at which address the server was) may differ when it is resumed. An
 append survives `kill -9` and a full disk at any moment: the line of an episode is written and
 synced before the next episode is handed out. What a crash can leave behind is at most one torn
 line at the end; opening the run again cuts it off.

@@ -98,21 +98,21 @@ def examine_gpu(command: Sequence[str] = ("nvidia-smi",)) -> Finding:
 
 
 def examine_port(settings: Settings) -> Finding:
-    """Can the server listen where it is to?"""
-    where = f"{settings.host}:{settings.port}"
+    """Can the server listen address it is to?"""
+    address = f"{settings.host}:{settings.port}"
     try:
         listen(settings).close()
     except SettingsError as error:
-        if _is_deft(where):
-            text = f"a Deft server answers at {where}; stop it before another starts there"
+        if _is_deft(address):
+            text = f"a Deft server answers at {address}; stop it before another starts there"
             return Finding("port", Verdict.GOOD, text)
         return Finding("port", Verdict.BAD, str(error))
-    return Finding("port", Verdict.GOOD, f"{where} is free")
+    return Finding("port", Verdict.GOOD, f"{address} is free")
 
 
-def _is_deft(where: str) -> bool:
+def _is_deft(address: str) -> bool:
     try:
-        return httpx.get(f"http://{where}/healthz", timeout=2).text == "OK\n"
+        return httpx.get(f"http://{address}/healthz", timeout=2).text == "OK\n"
     except (httpx.HTTPError, httpx.InvalidURL):
         return False
 

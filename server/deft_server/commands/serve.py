@@ -157,9 +157,9 @@ def listen(settings: Settings) -> socket.socket:
         listening.listen(BACKLOG)
     except OSError as error:
         listening.close()
-        where = f"{settings.host}:{settings.port}"
+        address = f"{settings.host}:{settings.port}"
         raise SettingsError(
-            f"cannot listen on {where}: {error.strerror}; is another server running there?"
+            f"cannot listen on {address}: {error.strerror}; is another server running there?"
         ) from error
     return listening
 

@@ -150,12 +150,12 @@ def _with_new_names(source: Mapping[str, object]) -> Mapping[str, object]:
     return given
 
 
-def _refuse_unknown(given: Mapping[str, object], known: Mapping[str, object], where: str) -> None:
+def _refuse_unknown(given: Mapping[str, object], known: Mapping[str, object], source: str) -> None:
     for name in given:
         if name not in known:
             close = get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise SettingsError(f"unknown setting {name!r} in {where}{hint}")
+            raise SettingsError(f"unknown setting {name!r} in {source}{hint}")
 
 
 def _as_flags(options: Mapping[str, object]) -> tuple[str, ...]:

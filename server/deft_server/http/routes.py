@@ -102,8 +102,8 @@ def build_act_route(service: Service) -> PlainRoute:
         async def answer() -> bytes:
             await service.admit(caller)
             context = ReadContext(limits, hold=exchange_of(request.scope).hold)
-            asked = await decode_frame(service.threads, context, content_type, received.pop())
-            return await _answered(service, asked, request, arrived_s, wire_format)
+            message = await decode_frame(service.threads, context, content_type, received.pop())
+            return await _answered(service, message, request, arrived_s, wire_format)
 
         content = await CallerWatch(request.receive).run(answer())
         return Response(content, media_type=wire_format.value)
@@ -113,33 +113,33 @@ def build_act_route(service: Service) -> PlainRoute:
 
 async def _answered(
     service: Service,
-    asked: ActMessage | ActMessages,
+    message: ActMessage | ActMessages,
     connection: HTTPConnection,
     arrived_s: float,
     wire_format: WireFormat,
 ) -> bytes:
     """Return the answer to an observation, or those to several, which may share a batch."""
     caller = caller_of(connection.scope)
-    if isinstance(asked, ActMessage):
-        chunk = await service.act(asked.observation, asked.options, caller, arrived_s)
-        return encode_answer(chunk, asked.id, wire_format)
+    if isinstance(message, ActMessage):
+        chunk = await service.act(message.observation, message.options, caller, arrived_s)
+        return encode_answer(chunk, message.id, wire_format)
 
-    async def answer(message: ActMessage | WireError, is_admitted: bool) -> ActionChunk | Problem:
+    async def answer(each: ActMessage | WireError, is_admitted: bool) -> ActionChunk | Problem:
         try:
             if not is_admitted:
                 await service.admit(caller)
-            if isinstance(message, WireError):
-                service.metrics.count_outcome(caller.name, message)
-                raise message
-            return await service.act(message.observation, message.options, caller, arrived_s)
+            if isinstance(each, WireError):
+                service.metrics.count_outcome(caller.name, each)
+                raise each
+            return await service.act(each.observation, each.options, caller, arrived_s)
         except Exception as error:  # noqa: BLE001  whatever it is, the others are answered
             return describe(error, connection)
 
     # The first was admitted with the message.
-    answering = [answer(message, number == 0) for number, message in enumerate(asked.each)]
+    answering = [answer(each, number == 0) for number, each in enumerate(message.each)]
     answers = await asyncio.gather(*answering)
-    ids = [one.id if isinstance(one, ActMessage) else None for one in asked.each]
-    return encode_answers(answers, ids, asked.id, wire_format)
+    ids = [each.id if isinstance(each, ActMessage) else None for each in message.each]
+    return encode_answers(answers, ids, message.id, wire_format)
 
 
 def build_router(
@@ -282,9 +282,9 @@ class _Stream(RobotSocket):
         await self.service.admit(self.caller)
         threads, context = self.service.threads, self.read_context()
         wire_format = WireFormat.MSGPACK
-        asked = await decode_frame(threads, context, wire_format.value, data)
+        message = await decode_frame(threads, context, wire_format.value, data)
         del data
-        return await _answered(self.service, asked, self.connection, arrived_s, wire_format)
+        return await _answered(self.service, message, self.connection, arrived_s, wire_format)
 
     async def send_error(self, problem: Problem) -> None:
         await self.send({"type": "websocket.send", "text": encode_problem(problem).decode()})

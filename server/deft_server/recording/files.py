@@ -75,9 +75,9 @@ def open_file(path: Path, is_new: bool) -> FileIO:
     return file
 
 
-def num_free(where: Path) -> int:
+def num_free(directory: Path) -> int:
     """Return the bytes that are free on the disk of a folder."""
-    return shutil.disk_usage(where).free
+    return shutil.disk_usage(directory).free
 
 
 @dataclass(eq=False)

@@ -185,7 +185,7 @@ class ReplicaHost:
         self._listener.round_ended(self, [frame], failures)
 
     async def _outcome(self, frame: QueuedFrame) -> tuple[Outcome, list[FailedCall]]:
-        ask = replace(frame.policy_request, on_actions=None)  # a call does not travel
+        request = replace(frame.policy_request, on_actions=None)  # a call does not travel
         reason, frame.size = "", 1
         num_waiting = self._listener.num_batches_waiting
         for _ in range(TRIES):
@@ -193,7 +193,7 @@ class ReplicaHost:
             known = dict(self._policies)
             state = FrontState(self._name, tuple(known), num_waiting, left_s)
             try:
-                returned = await self._cluster.answer(ask, state)
+                returned = await self._cluster.answer(request, state)
                 frame.answered_by = self._policy_of(returned, known)
                 frame.replica, frame.size = returned.replica, returned.size
                 frame.num_tries += returned.num_tries

@@ -133,17 +133,17 @@ class RayCluster:
         try:
             self._start(ray, serve)
         except (ConnectionError, RuntimeError, ValueError, *self._errors) as error:
-            where = self._settings.ray or "this machine"
+            cluster = self._settings.ray or "this machine"
             reason = _reason(error, is_remote=self._settings.ray is not None)
-            raise SettingsError(f"no replicas on {where}: {reason}") from error
+            raise SettingsError(f"no replicas on {cluster}: {reason}") from error
 
     async def look(self) -> tuple[str, HostedPolicy]:
         """Ask a replica what the policy is."""
         try:
-            found: tuple[str, HostedPolicy] = await self._handle.look.remote()
+            policy: tuple[str, HostedPolicy] = await self._handle.look.remote()
         except self._errors as error:
             raise ReplicaLostError(_first_line(error)) from error
-        return found
+        return policy
 
     async def answer(self, ask: PolicyRequest, state: FrontState) -> ReplicaAnswer:
         """Have a replica that has a place answer, however long it takes: hangs end the replica."""

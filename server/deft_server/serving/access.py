@@ -201,13 +201,13 @@ class Access:
         if scheme.lower() not in _SCHEMES or not key:
             raise MissingKeyError("send your API key as `Authorization: Bearer KEY`")
         digest = hashlib.sha256(key.strip().encode("utf-8", "replace")).digest()
-        found = None
+        match = None
         for known, caller in self._entries:  # all of them, so that the time taken tells nothing
             if hmac.compare_digest(known, digest):
-                found = caller
-        if found is None:
+                match = caller
+        if match is None:
             raise MissingKeyError("this API key is not known here")
-        return replace(found, address=address)
+        return replace(match, address=address)
 
     def require_admin(self, caller: Caller) -> None:
         """Raise `ForbiddenError` unless the caller's key is an administrator's."""

@@ -4,7 +4,7 @@ The policy is there once, or in replicas. Each has a place for every frame of a 
 taken by the next frame as soon as it is free. Where the policy answers a batch in one call, frames
 wait until the places of a whole batch are free.
 
-What a frame costs, alone and in company, is measured (`Prices`).
+What a frame takes, alone and among others, is measured (`ServiceTimes`).
 """
 
 import math
@@ -23,7 +23,7 @@ GOOD_ROUNDS_BEFORE_GROWTH = 100
 STALE_AFTER_S = 1.0  # a flow's measurement older than this does not justify a refusal
 REMEMBERED_FRAMES = 9  # of a flow
 REMEMBERED_FLOWS = 1024
-REMEMBERED_SHARES = 31
+REMEMBERED_COSTS = 31
 MIN_BATCH_SIZE_GAP = 1.0  # between two measurements that show the cost of a batch
 ESTIMATE_QUANTILE = 0.75  # of a flow's frames, so many were quicker than the estimate
 
@@ -35,12 +35,12 @@ class ConcurrencyLimit:
         self.value = float(most)
         self._most = most
 
-    def note(self, company: float, is_late: bool) -> None:
-        """Take in a frame that was over, among how many it was answered and whether too late."""
+    def note(self, concurrency: float, is_late: bool) -> None:
+        """Note a frame that ended: the mean number of frames in its rounds, and if it was late."""
         if not is_late:
             self.value = min(self.value + INCREASE, self._most)
-        elif company > 1:
-            self.value = max(1.0, DECREASE * min(self.value, company))
+        elif concurrency > 1:
+            self.value = max(1.0, DECREASE * min(self.value, concurrency))
 
 
 class Admission:
@@ -51,7 +51,7 @@ class Admission:
         self.num_replicas = num_replicas
         self.joins_midway = False  # whether frames may join while others are on their way
         self.in_flight: list[QueuedFrame] = []  # that are with the policy, the oldest first
-        self.prices = Prices()
+        self.service_times = ServiceTimes()
         self._limit = ConcurrencyLimit(max_batch)
         self._most = max_batch  # of `max_batch`
         self._num_good_rounds = 0
@@ -100,11 +100,11 @@ class Admission:
         self.in_flight.remove(frame)
         if service_s is not None:
             passed_s = now_s - frame.started_s
-            company = frame.shared_s / passed_s if passed_s > 0 else 1.0
+            concurrency = frame.concurrency_s / passed_s if passed_s > 0 else 1.0
             is_whole = frame.outcome is not None or frame.deadline_s > now_s
-            self.prices.observe(frame.timing_key, service_s, now_s, company, is_whole)
+            self.service_times.observe(frame.timing_key, service_s, now_s, concurrency, is_whole)
             if frame.has_deadline:
-                self._limit.note(company, frame.deadline_s <= now_s)
+                self._limit.note(concurrency, frame.deadline_s <= now_s)
 
     def limit_batches(self, failures: Sequence[FailedCall]) -> None:
         """Halve the batch where the device gave up; let it grow after many good rounds."""
@@ -129,13 +129,13 @@ class Admission:
         """
         if not frame.has_deadline:
             return True
-        return start_s + self.prices.proven(frame.timing_key, now_s) < frame.deadline_s
+        return start_s + self.service_times.proven_s(frame.timing_key, now_s) < frame.deadline_s
 
     def is_late(self, frame: QueuedFrame, slowdown: float, now_s: float) -> bool:
         """Would a frame be answered after its deadline, if it went on so slowly?"""
         if not frame.has_deadline:
             return False
-        left_s = max(0.0, self.prices.expect(frame.timing_key, now_s) - frame.done_s)
+        left_s = max(0.0, self.service_times.expected_s(frame.timing_key, now_s) - frame.done_s)
         return now_s + MARGIN * left_s * slowdown > frame.deadline_s
 
     def may_join(self, frame: QueuedFrame, chosen: Sequence[QueuedFrame], now_s: float) -> bool:
@@ -143,16 +143,16 @@ class Admission:
 
         Every `PROBE_EVERY_S` one frame is added anyway, to refresh the estimate.
         """
-        company = [one for one in (*self.in_flight, *chosen) if one.is_text == frame.is_text]
-        if not company:
+        others = [one for one in (*self.in_flight, *chosen) if one.is_text == frame.is_text]
+        if not others:
             return True
-        if frame.has_deadline and len(company) >= self._limit.value * self.num_replicas:
+        if frame.has_deadline and len(others) >= self._limit.value * self.num_replicas:
             return False
-        before = self.prices.slowdown(len(company) / self.num_replicas)
-        after = self.prices.slowdown((len(company) + 1) / self.num_replicas)
+        before = self.service_times.slowdown(len(others) / self.num_replicas)
+        after = self.service_times.slowdown((len(others) + 1) / self.num_replicas)
         is_too_slow = self.is_late(frame, after, now_s) or any(
             self.is_late(one, after, now_s) and not self.is_late(one, before, now_s)
-            for one in company
+            for one in others
         )
         if not is_too_slow:
             return True
@@ -169,27 +169,31 @@ class Admission:
         num_texts = sum(one.is_text for one in self.in_flight)
         for frame in self.in_flight:
             count = num_texts if frame.is_text else len(self.in_flight) - num_texts
-            company = max(1.0, count / self.num_replicas)
-            frame.shared_s += passed_s * company
-            frame.done_s += passed_s / self.prices.slowdown(company)
+            concurrency = max(1.0, count / self.num_replicas)
+            frame.concurrency_s += passed_s * concurrency
+            frame.done_s += passed_s / self.service_times.slowdown(concurrency)
 
     def free_s(self, now_s: float) -> float:
         """Return when there will be a place, probably."""
         if self.num_free:
             return now_s
-        slowdown = self.prices.slowdown(len(self.in_flight) / self.num_replicas)
+        slowdown = self.service_times.slowdown(len(self.in_flight) / self.num_replicas)
         return now_s + slowdown * min(
-            max(0.0, self.prices.expect(one.timing_key, now_s) - (now_s - one.started_s) / slowdown)
-            for one in self.in_flight
+            max(
+                0.0,
+                self.service_times.expected_s(frame.timing_key, now_s)
+                - (now_s - frame.started_s) / slowdown,
+            )
+            for frame in self.in_flight
         )
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One frame: what it took, among how many."""
+    """What one frame took, and how many frames were in its rounds."""
 
     seconds: float
-    company: float  # the mean number of frames in its rounds, itself among them
+    concurrency: float  # the mean number of frames in its rounds, itself among them
     is_whole: bool = True  # one that was cut before its end would have taken longer
 
 
@@ -204,105 +208,112 @@ class FlowTimes:
         """Whether a frame was measured lately."""
         return self.measured_s >= now_s - STALE_AFTER_S
 
-    def note(self, one: Measurement, now_s: float) -> None:
-        """Take in one more frame.
+    def note(self, measurement: Measurement, now_s: float) -> None:
+        """Add a measurement.
 
-        What cut frames took is forgotten for a longer cut, and for the first that was answered.
+        Frames that were cut are forgotten for a longer cut, and for the first that was answered.
         """
         if not any(known.is_whole for known in self.recent):
             self.recent.clear()
-        self.recent.append(one)
+        self.recent.append(measurement)
         self.measured_s = now_s
 
-    def alone_s(self, share: float, rank: float = ESTIMATE_QUANTILE) -> float:
+    def alone_s(self, batch_cost: float, rank: float = ESTIMATE_QUANTILE) -> float:
         """Return the seconds that so large a part of the frames would not have exceeded alone."""
         if not self.recent:
             return 0.0
-        found = sorted(one.seconds / slowdown(share, one.company) for one in self.recent)
-        return found[int(rank * (len(found) - 1))]
+        alone = sorted(one.seconds / slowdown(batch_cost, one.concurrency) for one in self.recent)
+        return alone[int(rank * (len(alone) - 1))]
 
 
-class Prices:
-    """Learns what frames cost, flow by flow: alone, and how much longer in company.
+class ServiceTimes:
+    """Learns how long frames take, flow by flow: alone, and how much longer among others.
 
-        seconds of a frame among n = seconds alone x (1 + share x (n - 1))
+        seconds of a frame among n = seconds alone x (1 + batch_cost x (n - 1))
 
-    `share` is what each further frame adds to a round, as a part of its time alone: near 0 where a
+    `batch_cost` is what each further frame adds, as a part of the time alone: near 0 where a
     GPU computes many rows as fast as one, near 1 where a processor computes one after the other. It
-    follows from frames of the same flow that were answered in different company. So a flow's
+    follows from frames of the same flow among more and fewer others. So a flow's
     estimate is its own: how many neighbours it had when it was measured is taken out again.
     """
 
     def __init__(self) -> None:
         self._flows: OrderedDict[str, FlowTimes] = OrderedDict()  # the last seen comes last
         self._all = FlowTimes()  # what is believed of a flow that was never seen
-        self._shares = deque([1.0] * 3, maxlen=REMEMBERED_SHARES)
+        self._batch_costs = deque([1.0] * 3, maxlen=REMEMBERED_COSTS)
 
     @property
-    def share(self) -> float:
-        """What each further frame adds, as a part of one's time alone; 1 until it was measured."""
-        return median(self._shares)
+    def batch_cost(self) -> float:
+        """What each further frame adds, as a part of the time alone; 1 until it was measured."""
+        return median(self._batch_costs)
 
-    def slowdown(self, company: float) -> float:
+    def slowdown(self, concurrency: float) -> float:
         """Return how much longer a frame takes among so many than alone."""
-        return slowdown(self.share, company)
+        return slowdown(self.batch_cost, concurrency)
 
     def observe(
-        self, flow: str, seconds: float, now_s: float, company: float = 1.0, is_whole: bool = True
+        self,
+        flow: str,
+        seconds: float,
+        now_s: float,
+        concurrency: float = 1.0,
+        is_whole: bool = True,
     ) -> None:
-        """Take in what a frame took. One that was cut before its end would have taken longer."""
-        one = Measurement(seconds, max(1.0, company), is_whole)
-        if not is_whole and seconds / self.slowdown(company) <= self.expect(flow, now_s):
-            return  # that was known
-        known = self._flows.setdefault(flow, FlowTimes())
-        whole = [other for other in known.recent if other.is_whole]
+        """Learn what a frame took. One that was cut before its end would have taken longer."""
+        latest = Measurement(seconds, max(1.0, concurrency), is_whole)
+        if not is_whole and seconds / self.slowdown(concurrency) <= self.expected_s(flow, now_s):
+            return  # that was times
+        times = self._flows.setdefault(flow, FlowTimes())
+        whole = [other for other in times.recent if other.is_whole]
         if is_whole and whole:
-            other = max(whole, key=lambda other: abs(other.company - one.company))
-            self._learn_share(one, other)
+            other = max(whole, key=lambda other: abs(other.concurrency - latest.concurrency))
+            self._learn_batch_cost(latest, other)
         if is_whole:
-            self._all.note(one, now_s)
-        known.note(one, now_s)
+            self._all.note(latest, now_s)
+        times.note(latest, now_s)
         self._flows.move_to_end(flow)
         if len(self._flows) > REMEMBERED_FLOWS:
             self._flows.popitem(last=False)
 
-    def expect(self, flow: str, now_s: float) -> float:
-        """Return the seconds that a frame of a flow takes alone, probably; 0 if nobody knows.
+    def expected_s(self, flow: str, now_s: float) -> float:
+        """Return the seconds that a frame of a flow takes alone, probably; 0 if unknown.
 
         Where the flow was not measured lately, the least that it or others have shown is believed.
         """
-        known = self._flows.get(flow)
-        if known is None:
-            return self._all.alone_s(self.share)
-        if known.is_fresh(now_s):
-            return known.alone_s(self.share)
-        least_s = known.alone_s(self.share, 0.0)
-        return min(least_s, self._all.alone_s(self.share, 0.5)) if self._all.recent else least_s
+        times = self._flows.get(flow)
+        if times is None:
+            return self._all.alone_s(self.batch_cost)
+        if times.is_fresh(now_s):
+            return times.alone_s(self.batch_cost)
+        least_s = times.alone_s(self.batch_cost, 0.0)
+        return (
+            min(least_s, self._all.alone_s(self.batch_cost, 0.5)) if self._all.recent else least_s
+        )
 
-    def proven(self, flow: str, now_s: float) -> float:
+    def proven_s(self, flow: str, now_s: float) -> float:
         """Return what justifies a refusal: what the flow itself has shown, while anything is new.
 
         So nobody is refused for ever because of what was measured once.
         """
-        known = self._flows.get(flow)
-        if known is None or not (known.is_fresh(now_s) or self._all.is_fresh(now_s)):
+        times = self._flows.get(flow)
+        if times is None or not (times.is_fresh(now_s) or self._all.is_fresh(now_s)):
             return 0.0
-        if known.is_fresh(now_s):
-            return known.alone_s(self.share, 0.5)
-        return self.expect(flow, now_s)
+        if times.is_fresh(now_s):
+            return times.alone_s(self.batch_cost, 0.5)
+        return self.expected_s(flow, now_s)
 
-    def _learn_share(self, one: Measurement, other: Measurement) -> None:
-        """Learn from two frames of a flow, if their company differed enough to tell."""
-        many, few = (one, other) if one.company > other.company else (other, one)
-        if many.company - few.company < MIN_BATCH_SIZE_GAP or few.seconds <= 0:
+    def _learn_batch_cost(self, one: Measurement, other: Measurement) -> None:
+        """Learn from two frames of a flow, if their concurrency differed enough."""
+        many, few = (one, other) if one.concurrency > other.concurrency else (other, one)
+        if many.concurrency - few.concurrency < MIN_BATCH_SIZE_GAP or few.seconds <= 0:
             return
-        # seconds = alone x (1 + share x (company - 1)), twice, solved for the share
+        # seconds = alone x (1 + batch_cost x (concurrency - 1)), twice, solved for batch_cost
         longer = many.seconds - few.seconds
-        rest = few.seconds * (many.company - 1) - many.seconds * (few.company - 1)
-        share = 0.0 if longer <= 0 else longer / rest if rest > longer else 1.0
-        self._shares.append(share)
+        rest = few.seconds * (many.concurrency - 1) - many.seconds * (few.concurrency - 1)
+        batch_cost = 0.0 if longer <= 0 else longer / rest if rest > longer else 1.0
+        self._batch_costs.append(batch_cost)
 
 
-def slowdown(share: float, company: float) -> float:
+def slowdown(batch_cost: float, concurrency: float) -> float:
     """Return how much longer a frame takes among so many than alone."""
-    return 1 + share * (max(1.0, company) - 1)
+    return 1 + batch_cost * (max(1.0, concurrency) - 1)

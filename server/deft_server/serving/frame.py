@@ -53,7 +53,7 @@ class QueuedFrame:
     due_s: float = 0.0  # the deadline, or when a frame without one has waited long enough
     started_s: float = 0.0
     done_s: float = 0.0  # how much of it is done, in seconds that it would have taken alone
-    shared_s: float = 0.0  # the sum over time of how many frames shared its rounds
+    concurrency_s: float = 0.0  # the number of frames in its rounds, integrated over time
     queue_s: float = 0.0  # waiting time, set when it is answered
     # Set by the policy's rounds:
     outcome: Outcome | None = None  # None where it was cut

@@ -39,8 +39,8 @@ class HostedPolicy:
     @staticmethod
     def of(policy: Policy) -> "HostedPolicy":
         """A policy of this process."""
-        known = {key: policy.action_limits(key) for key in policy.info.statistics_keys}
-        limits = {key: one for key, one in known.items() if one is not None}
+        limits_by_key = {key: policy.action_limits(key) for key in policy.info.statistics_keys}
+        limits = {key: one for key, one in limits_by_key.items() if one is not None}
         return HostedPolicy(policy.info, limits, policy.joins_midway, policy)
 
     def check(self, observation: Observation, options: ActOptions) -> None:
@@ -58,8 +58,8 @@ class HostedPolicy:
         return self.limits[self._key_of(statistics_key)] if self.limits else None
 
     def _key_of(self, statistics_key: str | None) -> str:
-        wanted = self.info.default_statistics_key if statistics_key is None else statistics_key
-        return find_statistics_key(self.info.statistics_keys, wanted)
+        key = self.info.default_statistics_key if statistics_key is None else statistics_key
+        return find_statistics_key(self.info.statistics_keys, key)
 
 
 class Listener(Protocol):

@@ -162,7 +162,8 @@ class FrameQueue:
         """Return the seconds until all waiting frames will have been answered, roughly."""
         admission = self.admission
         each_s = max(
-            (admission.prices.expect(one.timing_key, now_s) for one in self._frames), default=0
+            (admission.service_times.expected_s(one.timing_key, now_s) for one in self._frames),
+            default=0,
         )
         num_batches = (len(self._frames) + admission.num_places) // admission.num_places
         return admission.free_s(now_s) - now_s + num_batches * each_s

@@ -220,7 +220,7 @@ class Service:
     def _check_inputs(self, observation: Observation, caller: Caller, is_peers: bool) -> None:
         """Refuse inputs that the policy ignores, or log once that it ignores them."""
         settings, known = self.settings, self.last_info.cameras
-        for name, reason in self.last_info.unread(observation).items():
+        for name, reason in self.last_info.ignored_inputs(observation).items():
             if settings.strict_inputs:
                 raise RequestError(name, f"{reason}; leave it out")
             if name == "cameras" and known and not (is_peers or settings.ignore_cameras):
@@ -239,10 +239,10 @@ class Service:
         return note
 
     def _warn_once(self, caller: Caller, what: str, reason: str) -> None:
-        known = (caller.owner, what)
-        if known not in self._warned and len(self._warned) < MAX_WARNINGS:
-            self._warned.add(known)
-            logger.warning("frames of %s have %s: %s (said once)", *known, reason)
+        key = (caller.owner, what)
+        if key not in self._warned and len(self._warned) < MAX_WARNINGS:
+            self._warned.add(key)
+            logger.warning("frames of %s have %s: %s (said once)", *key, reason)
 
     def _policy_options(self, options: ActOptions) -> ActOptions:
         """Return the options for the policy: with trace and text if a listener wants them.
@@ -266,12 +266,12 @@ class Service:
         session = self.sessions.open(caller.name, options.session_id, now_s)
         is_named = session.session_id is not None
         deadline_ms = options.deadline_ms or self.settings.default_deadline_ms
-        asked = self._policy_options(options)
+        policy_options = self._policy_options(options)
         info = self.last_info
-        is_thinking = asked.want_reasoning or not info.thinks_when_asked
+        is_thinking = policy_options.want_reasoning or not info.thinks_when_asked
         return QueuedFrame(
             observation,
-            asked,
+            policy_options,
             session,
             arrived_s,
             deadline_s=math.inf if deadline_ms is None else arrived_s + deadline_ms / 1000,

@@ -56,8 +56,8 @@ class SessionStore:
         """Return the session, a new one if there is none or it has expired."""
         if session_id is None:
             return RobotSession(caller, None, now_s)
-        known = self._sessions.get(caller)
-        session = None if known is None else known.get(session_id)
+        sessions = self._sessions.get(caller)
+        session = None if sessions is None else sessions.get(session_id)
         if session is not None and self._has_expired(session, now_s):
             self._drop(caller, session_id)
             session = None
