@@ -24,10 +24,10 @@ def load_config(kind: type[Config], path: Path | None, overrides: Sequence[str] 
     table = _read(path) if path else {}
     for override in overrides:
         _apply(table, override)
-    for one in fields(kind):  # type: ignore[arg-type]
-        default = one.default if one.default_factory is MISSING else one.default_factory()
-        if is_dataclass(default) and isinstance(table.get(one.name), dict):
-            table[one.name] = _merged(plain(default), table[one.name])
+    for field in fields(kind):  # type: ignore[arg-type]
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if is_dataclass(default) and isinstance(table.get(field.name), dict):
+            table[field.name] = _merged(plain(default), table[field.name])
     return build_config(kind, table)
 
 
@@ -62,7 +62,7 @@ def _check_names(kind: type[Any], table: Mapping[str, Any], where: str = "") -> 
 def plain(config: object) -> Any:
     """The configuration as JSON-ready values: what a run directory stores and compares."""
     values = asdict(config)  # type: ignore[call-overload]
-    return json.loads(json.dumps(values, default=lambda one: one.value))
+    return json.loads(json.dumps(values, default=lambda value: value.value))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -40,8 +40,8 @@ class WeightAverage:
     def __init__(self, module: nn.Module, decay: float) -> None:
         self._decay = decay
         self._steps = 0
-        kept = module.named_parameters() if decay else iter(())
-        self._weights = {name: one.detach().clone() for name, one in kept}
+        averaged = module.named_parameters() if decay else iter(())
+        self._weights = {name: weight.detach().clone() for name, weight in averaged}
 
     @torch.no_grad()
     def follow(self, module: nn.Module) -> None:
@@ -108,10 +108,12 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every weight that has a gradient; those of one shape are computed together."""
         for group in self.param_groups:
-            moved = [one for one in group["params"] if one.grad is not None]
-            for rows, columns in {tuple(one.shape) for one in moved}:
-                weights = [one for one in moved if one.shape == (rows, columns)]
-                smoothed = [self._smooth(one, one.grad, group["momentum"]) for one in weights]
+            moved = [weight for weight in group["params"] if weight.grad is not None]
+            for rows, columns in {tuple(weight.shape) for weight in moved}:
+                weights = [weight for weight in moved if weight.shape == (rows, columns)]
+                smoothed = [
+                    self._smooth(weight, weight.grad, group["momentum"]) for weight in weights
+                ]
                 updates = orthogonalise(torch.stack(smoothed)).to(weights[0].dtype)
                 # A tall matrix moves as far per entry as a square one.
                 rate = group["lr"] * max(1.0, rows / columns) ** 0.5
@@ -142,10 +144,10 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 
 def build_optimizers(module: nn.Module, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
     """Muon for hidden matrices when it is asked for, AdamW for all the rest."""
-    trained = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
-    hidden = [one for name, one in trained if config.muon_rate and _is_hidden(name, one)]
-    chosen = {id(one) for one in hidden}
-    rest = [one for _, one in trained if id(one) not in chosen]
+    trained = [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]
+    hidden = [weight for name, weight in trained if config.muon_rate and _is_hidden(name, weight)]
+    chosen = {id(weight) for weight in hidden}
+    rest = [weight for _, weight in trained if id(weight) not in chosen]
     first, second = config.betas
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(

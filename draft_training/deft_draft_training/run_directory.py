@@ -1,7 +1,7 @@
 """A training run on disk: configuration, metrics and the state to resume from.
 
-Everything is written beside its final name and then renamed, so that a killed run leaves either
-the old state or the new one, never half of it.
+Everything is written to another name in the same folder and then renamed, so that a killed run
+leaves either the old state or the new one, never half of it.
 """
 
 import fcntl
@@ -54,26 +54,26 @@ _MAY_CHANGE = {_STEPS, "save_every", "log_every"}  # what a run computes does no
 def read_config(path: Path) -> dict[str, Any]:
     """The configuration that a run was started with; `ResumeError` where it cannot be read."""
     try:
-        found = json.loads(path.read_text())
+        config = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ResumeError(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise ResumeError(f"{path} is no configuration of a training")
-    return found
+    return config
 
 
 def read_state(path: Path) -> dict[str, Any]:
     """The newest state of a run; `ResumeError` where it cannot be read."""
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
         raise ResumeError(
             f"{path} is damaged: {str(error).splitlines()[0] if str(error) else 'it is cut off'}. "
             "Restore it from a copy, or remove it: then the training starts anew"
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(state, dict):
         raise ResumeError(f"{path} is no state of a training")
-    return found
+    return state
 
 
 class RunDirectory:
@@ -116,17 +116,17 @@ class RunDirectory:
         os.close(self._lock)
 
     def _settle(self, config: Mapping[str, Any]) -> None:
-        path, wanted = self.path / CONFIG_FILE, json.loads(json.dumps(config))
-        stored = read_config(path) if path.exists() else wanted
-        keys = {key for key in {*stored, *wanted} if stored.get(key) != wanted.get(key)}
-        if keys - _MAY_CHANGE or (_STEPS in keys and stored[_STEPS] > wanted[_STEPS]):
+        path, new_config = self.path / CONFIG_FILE, json.loads(json.dumps(config))
+        stored = read_config(path) if path.exists() else new_config
+        keys = {key for key in {*stored, *new_config} if stored.get(key) != new_config.get(key)}
+        if keys - _MAY_CHANGE or (_STEPS in keys and stored[_STEPS] > new_config[_STEPS]):
             raise ResumeError(
                 f"{self.path} was started with another configuration; these differ: "
                 f"{', '.join(sorted(keys))}. Choose another directory, or remove this one"
             )
         if keys or not path.exists():
             with explained(path):
-                write_atomically(path, json.dumps(wanted, indent=2).encode())
+                write_atomically(path, json.dumps(new_config, indent=2).encode())
 
     def save(
         self,
@@ -139,7 +139,7 @@ class RunDirectory:
         state = {
             "step": step,
             "module": module.state_dict(),
-            "optimizers": [one.state_dict() for one in optimizers],
+            "optimizers": [optimizer.state_dict() for optimizer in optimizers],
             "extra": dict(extra or {}),
         }
         path = self.path / STATE_FILE
@@ -187,18 +187,18 @@ class RunDirectory:
         path = self.path / _METRICS
         try:
             lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-            found = [json.loads(line) for line in lines if line.endswith("}\n")]
+            rows = [json.loads(line) for line in lines if line.endswith("}\n")]
         except (ValueError, RecursionError) as error:
             raise ResumeError(
                 f"{path} cannot be read: {error}. Remove it: the training goes on from its state"
             ) from error
-        return [line for line in found if isinstance(line.get("step"), int)]
+        return [line for line in rows if isinstance(line.get("step"), int)]
 
     def _cut_metrics(self, step: int) -> None:
         """Forget what a killed run logged after its last state: those steps happen again."""
         if not (self.path / _METRICS).exists():
             return
-        kept = [json.dumps(line) for line in self.metrics() if line["step"] <= step]
+        lines = [json.dumps(line) for line in self.metrics() if line["step"] <= step]
         path = self.path / _METRICS
         with explained(path):
-            write_atomically(path, "".join(f"{one}\n" for one in kept).encode())
+            write_atomically(path, "".join(f"{line}\n" for line in lines).encode())

@@ -124,13 +124,13 @@ def _interrupts_wait() -> Iterator[Callable[[], bool]]:
 
     def note(*_: object) -> None:
         came.set()
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, old_handler)
 
-    before = signal.signal(signal.SIGINT, note)
+    old_handler = signal.signal(signal.SIGINT, note)
     try:
         yield came.is_set
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, old_handler)
 
 
 def chosen_at(num_samples: int, batch_size: int, seed: int, step: int) -> NDArray[np.int64]:
@@ -143,9 +143,9 @@ def chosen_at(num_samples: int, batch_size: int, seed: int, step: int) -> NDArra
         raise DataError(
             f"a batch of {batch_size} needs at least as many samples, got {num_samples}"
         )
-    epoch, place = divmod(step, per_epoch)
+    epoch, number = divmod(step, per_epoch)
     order = np.random.default_rng((seed, epoch)).permutation(num_samples)
-    return order[place * batch_size : (place + 1) * batch_size]
+    return order[number * batch_size : (number + 1) * batch_size]
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,9 @@ class Workers:
         """Replace every gradient by its mean over the processes, in one message."""
         if self.count == 1:
             return
-        gradients = [one.grad for one in module.parameters() if one.grad is not None]
+        gradients = [
+            parameter.grad for parameter in module.parameters() if parameter.grad is not None
+        ]
         flat = parameters_to_vector(gradients)
         dist.all_reduce(flat)
         vector_to_parameters(flat / self.count, gradients)
@@ -201,8 +203,8 @@ class Workers:
     def __exit__(self, kind: type[BaseException] | None, *failure: object) -> None:
         """Leave the others: all at once after a run, as the first one takes the store with it.
 
-        Whoever fails leaves at once, so that the others' next exchange fails instead of waiting.
-        Left in the group, a process could abort: the group's threads outlive the interpreter.
+        A process that fails leaves at once, so that the others' next exchange fails and does not
+        wait. Left in the group, a process could abort: the group's threads outlive the interpreter.
         """
         if self.count == 1:
             return

@@ -141,12 +141,12 @@ class Policy(ABC):
     def act(self, batch: Sequence[PolicyRequest]) -> list[PolicyAnswer]:
         """Answer a batch, in order; raises the first request's error, if any has one. Blocking."""
         started = self.start(batch)
-        while any(not one.has_ended for one in started):
+        while any(not running.has_ended for running in started):
             self.step()
-        for one in started:
-            if one.error is not None:
-                raise one.error
-        return [one.answer for one in started if one.answer is not None]
+        for running in started:
+            if running.error is not None:
+                raise running.error
+        return [running.answer for running in started if running.answer is not None]
 
 
 class OneCallPolicy(Policy):
@@ -161,18 +161,18 @@ class OneCallPolicy(Policy):
 
     def start(self, batch: Sequence[PolicyRequest]) -> Sequence[Running]:
         """Have requests wait for the next step."""
-        started = [Running(one) for one in batch]
+        started = [Running(request) for request in batch]
         self._started = (*self._started, *started)
         return started
 
     def step(self, first: Collection[Running] = ()) -> Sequence[Running]:
         """Answer all that have started."""
         started, self._started = self._started, ()
-        answers = self.act([one.request for one in started]) if started else []
-        for one, answer in zip(started, answers, strict=True):
-            one.answer = answer
+        answers = self.act([running.request for running in started]) if started else []
+        for running, answer in zip(started, answers, strict=True):
+            running.answer = answer
         return started
 
     def cancel(self, running: Running) -> None:
         """Drop a request before the step that would answer it."""
-        self._started = tuple(one for one in self._started if one is not running)
+        self._started = tuple(other for other in self._started if other is not running)

@@ -1,7 +1,7 @@
 """The policies that can be asked for by name, each imported only when it is.
 
-A policy brings its own command-line flags, so that whoever starts one (`deft serve`, `deft act`,
-`deft bench`) accepts exactly the flags it understands and refuses the rest.
+A policy brings its own command-line flags, so that every command that starts one (`deft serve`,
+`deft act`, `deft bench`) accepts exactly the flags it understands and refuses the rest.
 """
 
 import math
@@ -35,12 +35,12 @@ class CatalogEntry:
 
     def load(self, namespace: Namespace) -> Policy:
         """The policy, ready to answer."""
-        made = self.make(namespace)
-        if not isinstance(made, ModelOptions):
-            return made
+        policy = self.make(namespace)
+        if not isinstance(policy, ModelOptions):
+            return policy
         from deft_policies.families.loading import load_policy  # brings torch along
 
-        return load_policy(made)
+        return load_policy(policy)
 
     def examine(self, namespace: Namespace) -> Sequence[Finding]:
         """Whether `load` could work."""

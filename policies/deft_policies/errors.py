@@ -29,8 +29,10 @@ class UnknownStatisticsKeyError(RequestError):
     """There are no action statistics under that key; the message lists those there are."""
 
     def __init__(self, key: str | None, known: Sequence[str]) -> None:
-        asked = "no statistics_key was given" if key is None else f"unknown statistics_key {key!r}"
-        super().__init__("statistics_key", f"{asked}; known keys: {', '.join(known) or 'none'}")
+        problem = (
+            "no statistics_key was given" if key is None else f"unknown statistics_key {key!r}"
+        )
+        super().__init__("statistics_key", f"{problem}; known keys: {', '.join(known) or 'none'}")
 
 
 class UnknownDecodingError(RequestError):

@@ -55,7 +55,10 @@ class SessionMemory:
         return replace(
             self,
             own=(*steps, own)[-STEPS_KEPT:],
-            drift=tuple(leak * before + (done - wanted) for before, done, wanted in pairs),
+            drift=tuple(
+                leak * before + (executed_token - own_token)
+                for before, executed_token, own_token in pairs
+            ),
             num_steps=num_steps + 1,
             num_draws=self.num_draws + 1,
         )

@@ -1,4 +1,4 @@
-"""What a policy is doing while it is loaded, for whoever waits. A process loads one at a time.
+"""What a policy is doing while it is loaded, for those that wait. A process loads one at a time.
 
 Commands that take long show it, too, and count what they have done.
 """
@@ -14,7 +14,7 @@ from typing import TypeVar
 from tqdm import tqdm
 
 Item = TypeVar("Item")
-_LEAST_SHARE = 0.05  # before this nobody can say how long the rest takes
+_LEAST_SHARE = 0.05  # before this the rest cannot be estimated
 _LINE_EVERY_S = 10.0  # of a command, where there is no terminal to redraw a line on
 
 
@@ -91,8 +91,8 @@ def counted(
         now_s = monotonic()
         if now_s < next_s + _LINE_EVERY_S:
             continue
-        next_s, left = now_s, total - done - number - 1
-        left_s = (now_s - started_s) / (number + 1) * left
+        next_s, num_left = now_s, total - done - number - 1
+        left_s = (now_s - started_s) / (number + 1) * num_left
         _say(f"{name}: {done + number + 1} of {total} {unit}s, about {left_s:.0f} s left")
 
 

@@ -30,8 +30,8 @@ def self_test(
     """Raise `PolicyError` unless every answer is finite, inside the limits, and repeats itself.
 
     Repeated are answers by `plain_method`, because others may take another way the second time.
-    `complete` adds what the policy asks of an observation beside the frame. What is `asked` may
-    be the start of a text, which need not hold an action.
+    `complete` adds what the policy reads of an observation besides the frame. The options `asked`
+    may be the start of a text, which need not hold an action.
     """
     info = policy.info
     key = info.default_statistics_key or info.statistics_keys[0]
@@ -64,13 +64,13 @@ def _known_frames(height: int, width: int) -> dict[str, NDArray[np.uint8]]:
 
 
 def _check(name: str, actions: NDArray[np.float64], limits: ActionLimits | None) -> None:
-    found = f"the {name} frame was answered with {actions.tolist()}"
+    answer = f"the {name} frame was answered with {actions.tolist()}"
     if not actions.size or not np.isfinite(actions).all():
-        raise PolicyError(f"{found}; expected finite actions")
+        raise PolicyError(f"{answer}; expected finite actions")
     if limits is None:
         return
     slack = _ROUNDING * (limits.high - limits.low)
     if ((actions < limits.low - slack) | (actions > limits.high + slack)).any():
         raise PolicyError(
-            f"{found}; the statistics allow {limits.low.tolist()} to {limits.high.tolist()}"
+            f"{answer}; the statistics allow {limits.low.tolist()} to {limits.high.tolist()}"
         )

@@ -36,25 +36,25 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="keep each row there, as a line of JSON"
     )
-    given = parse_target(parser, arguments)
-    check_datasets(given.sources)
-    for directory in given.head:
+    flags = parse_target(parser, arguments)
+    check_datasets(flags.sources)
+    for directory in flags.head:
         if not directory.is_dir():
             raise DataError(f"--head {directory}: no such directory; `deft train fit` writes one")
-    if given.json is not None and not given.json.absolute().parent.is_dir():
-        raise DataError(f"--json {given.json}: its folder does not exist")
+    if flags.json is not None and not flags.json.absolute().parent.is_dir():
+        raise DataError(f"--json {flags.json}: its folder does not exist")
     from deft_draft_training.heads.evaluate import run  # brings torch along
 
-    return run(given)
+    return run(flags)
 
 
 def read_numbers(text: str) -> list[int]:
     """`0,3-5` to 0, 3, 4, 5."""
-    found: list[int] = []
+    numbers: list[int] = []
     for part in text.split(","):
         matched = _RANGE.fullmatch(part)
         if matched is None:
             raise ArgumentTypeError(f"expected numbers such as 0,5,9 or 0-15, got {text!r}")
         low, high = matched.groups()
-        found.extend(range(int(low), int(high or low) + 1))
-    return found
+        numbers.extend(range(int(low), int(high or low) + 1))
+    return numbers

@@ -14,11 +14,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new directory")
     parser.add_argument("--layout", choices=["safetensors", "published"], default="safetensors")
     parser.add_argument("--float32", action="store_true", help="instead of bfloat16")
-    given = parse_target(parser, arguments)
-    if not given.run.is_dir():
-        raise DataError(f"{given.run}: no such directory; `deft train fit` writes one")
-    if given.out.exists():
-        raise TrainingError(f"{given.out} exists; an export never overwrites, choose another")
+    flags = parse_target(parser, arguments)
+    if not flags.run.is_dir():
+        raise DataError(f"{flags.run}: no such directory; `deft train fit` writes one")
+    if flags.out.exists():
+        raise TrainingError(f"{flags.out} exists; an export never overwrites, choose another")
     from deft_draft_training.heads.export import run  # brings torch along
 
-    return run(given)
+    return run(flags)

@@ -40,14 +40,14 @@ def main(arguments: list[str]) -> int:
         help=f"such as steps=N (default: {EPOCHS} epochs, at most {PUBLISHED_STEPS} steps)",
     )  # fmt: skip
     parser.add_argument("--tensorboard", action="store_true", help="show losses there, too")
-    given = parse_target(parser, arguments)
-    if given.config is not None and not given.config.is_file():
-        raise ConfigError(f"--config {given.config}: no such file")
-    if given.features is not None:
-        refuse_few(len(episodes_of(given.features)))
+    flags = parse_target(parser, arguments)
+    if flags.config is not None and not flags.config.is_file():
+        raise ConfigError(f"--config {flags.config}: no such file")
+    if flags.features is not None:
+        refuse_few(len(episodes_of(flags.features)))
     else:
-        check_datasets(given.live)
-        check_episodes(given.live, read_cameras(given))
+        check_datasets(flags.live)
+        check_episodes(flags.live, read_cameras(flags))
     from deft_draft_training.heads.fit import run  # brings torch along
 
-    return run(given)
+    return run(flags)

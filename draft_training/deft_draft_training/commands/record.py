@@ -30,15 +30,15 @@ def main(arguments: list[str]) -> int:
         "the target, counted from 1, and the final ones",
     )  # fmt: skip
     parser.add_argument(
-        "--reasoning", action="store_true", help="with --layers: of answers that reason aloud"
+        "--reasoning", action="store_true", help="with --layers: of answers with reasoning"
     )
-    given = parse_target(parser, arguments)
-    if given.reasoning and not given.layers:
+    flags = parse_target(parser, arguments)
+    if flags.reasoning and not flags.layers:
         parser.error("--reasoning goes with --layers: other heads learn from actions")
-    check_datasets(given.sources)
+    check_datasets(flags.sources)
     from deft_draft_training.heads.record import run  # brings torch along
 
-    return run(given)
+    return run(flags)
 
 
 def _layers(text: str) -> tuple[int, ...]:

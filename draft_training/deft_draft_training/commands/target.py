@@ -39,8 +39,8 @@ def check_datasets(paths: Sequence[Path]) -> None:
 
 def check_episodes(paths: Sequence[Path], cameras: Sequence[str]) -> None:
     """Raise `DataError` unless there are episodes to train on and to hold out."""
-    found = chain.from_iterable(read_dataset(path, cameras) for path in paths)
-    refuse_few(sum(1 for _ in islice(found, LEAST_EPISODES)))
+    episodes = chain.from_iterable(read_dataset(path, cameras) for path in paths)
+    refuse_few(sum(1 for _ in islice(episodes, LEAST_EPISODES)))
 
 
 def refuse_few(num_episodes: int) -> None:

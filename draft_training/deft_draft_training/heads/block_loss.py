@@ -2,7 +2,7 @@
 
     cross_entropy  -log draft(token)                    say what the target said
     distance       sum_v |draft_v - target_v|           one minus half of it is the chance that a
-                                                        draft drawn by the head stands
+                                                        draft drawn by the head is accepted
     chance         of the confidence head, that the head's likeliest token is the target's: that is
                    what greedy verification asks
 
@@ -40,8 +40,8 @@ def block_losses(
     """`logits` is the target's own head over the tokens that the block head drafts."""
     tokens = head.sizes.tokens
     hidden = head(batch.states, embed(batch.first).float(), batch.anchors)
-    said = head.said_before(batch.before)
-    log_draft = (logits(hidden).float() + head.markov(said).float()).log_softmax(dim=-1)
+    embeds = head.previous_embeds(batch.before)
+    log_draft = (logits(hidden).float() + head.markov(embeds).float()).log_softmax(dim=-1)
     with torch.no_grad():
         final = batch.states[..., -head.width :]
         index = batch.says.flatten(1)[:, :, None].expand(-1, -1, head.width)
@@ -58,7 +58,7 @@ def block_losses(
     cross_entropy = mean(-log_draft.gather(3, column[..., None])[..., 0])
     distance = mean((log_draft.exp() - truth).abs().sum(dim=-1))
     agrees = (log_draft.detach().argmax(dim=-1) == column).float()
-    chance = head.chances(hidden.detach(), said.detach())
+    chance = head.chances(hidden.detach(), embeds.detach())
     chance = mean(F.binary_cross_entropy_with_logits(chance, agrees, reduction="none"))
     return {
         "loss": config.cross_entropy * cross_entropy

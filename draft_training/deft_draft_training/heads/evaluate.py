@@ -96,16 +96,16 @@ def evaluate(
             AnswerRecord.of(ActionChunk(_NO_ACTION, trace=trace), 0, 0)
             for trace in counted(traces, total, name, "action")
         ]
-        found = speculation_of(answers)
-        assert found is not None
+        speculation = speculation_of(answers)
+        assert speculation is not None
         yield DraftScore(
             source=setup.name,
             radius=radius,
             num_actions=len(answers),
-            committed_length=found.committed_length,
-            passes=found.passes_per_action,
-            relaxed_share=found.relaxed_share,
-            accepted_by_position=found.drafted_by_token,
+            committed_length=speculation.committed_length,
+            passes=speculation.passes_per_action,
+            relaxed_share=speculation.relaxed_share,
+            accepted_by_position=speculation.drafted_by_token,
         )
 
 
@@ -113,17 +113,17 @@ def held_out_frames(
     source: EpisodeSource, episodes: frozenset[int] | None = None
 ) -> list[list[Observation]]:
     """The frames of some episodes by number, or of all; `DataError` if there are none."""
-    found: dict[int, list[Observation]] = {}
+    by_episode: dict[int, list[Observation]] = {}
     frames = tqdm(source.observations(), "read", unit="frame", file=sys.stderr, leave=False)
     for episode, observation in frames:
         if episodes is None or episode in episodes:
-            found.setdefault(episode, []).append(observation)
-    if not found:
+            by_episode.setdefault(episode, []).append(observation)
+    if not by_episode:
         raise DataError(
             f"the data sets hold no episode {', '.join(map(str, sorted(episodes or ())))}; "
             "`deft train fit` says which ones it held out"
         )
-    return list(found.values())
+    return list(by_episode.values())
 
 
 def _method(policy: VlaPolicy, radius: int) -> Method:
@@ -151,43 +151,43 @@ def _decode(
         yield row.trace
 
 
-def run(given: Namespace) -> int:
+def run(flags: Namespace) -> int:
     """Print a table row by row, and add each to the JSON lines where asked to."""
     with shown():
-        target = load_target(given)
-    shape = None if given.draft_tree is None else read_tree(given.draft_tree)
+        target = load_target(flags)
+    shape = None if flags.draft_tree is None else read_tree(flags.draft_tree)
     setups = [
-        *(_setup(directory, target, shape) for directory in given.head),
+        *(_setup(directory, target, shape) for directory in flags.head),
         DraftSetup("previous", (kinds.PREVIOUS,)),
         DraftSetup("extrapolation", (kinds.EXTRAPOLATION,)),
     ]
-    chosen = frozenset(given.episodes) if given.episodes else None
-    for directory in given.head:
+    chosen = frozenset(flags.episodes) if flags.episodes else None
+    for directory in flags.head:
         sys.stderr.write(_warning(directory, chosen))
-    source = EpisodeSource(tuple(given.sources), 1, read_cameras(given))
+    source = EpisodeSource(tuple(flags.sources), 1, read_cameras(flags))
     held_out: Sequence[Sequence[Observation]] = held_out_frames(source, chosen)
-    if given.frames is not None:
-        held_out = _first_of_each(held_out, given.frames)
-    asked = _digest(given, target, held_out)
-    known = {} if given.json is None else read_scores(given.json, asked)
+    if flags.frames is not None:
+        held_out = _first_of_each(held_out, flags.frames)
+    digest = _digest(flags, target, held_out)
+    scores = {} if flags.json is None else read_scores(flags.json, digest)
     sys.stdout.write(_ROW.format("source", "r", "length", "passes", "relaxed", "drafted at 1..7"))
-    rows = [(radius, setup) for radius in given.radii for setup in setups]
+    rows = [(radius, setup) for radius in flags.radii for setup in setups]
     for number, (radius, setup) in enumerate(rows, 1):
-        score = known.get((setup.name, radius))
+        score = scores.get((setup.name, radius))
         if score is None:
             about = f"row {number} of {len(rows)}, {setup.name} r={radius}"
             (score,) = evaluate(target.policy, held_out, [setup], [radius], about)
-            if given.json is not None:
-                append_score(given.json, asked, score)
+            if flags.json is not None:
+                append_score(flags.json, digest, score)
         sys.stdout.write(_describe(score))
         sys.stdout.flush()
-    if given.head:
-        first = quote(str(given.head[0]))
-        sys.stdout.write(f"next: deft train export {first} --out my-head {target_flags(given)}\n")
+    if flags.head:
+        first = quote(str(flags.head[0]))
+        sys.stdout.write(f"next: deft train export {first} --out my-head {target_flags(flags)}\n")
     return 0
 
 
-def read_scores(path: Path, asked: str) -> dict[tuple[str, int], DraftScore]:
+def read_scores(path: Path, digest: str) -> dict[tuple[str, int], DraftScore]:
     """Rows that an earlier sitting wrote, by source and radius; of something else, `DataError`."""
     if not path.exists():
         return {}
@@ -197,35 +197,35 @@ def read_scores(path: Path, asked: str) -> dict[tuple[str, int], DraftScore]:
         scores = [convert(line, DraftScore, name="row") for line in lines]
     except (ValueError, KeyError, AttributeError, TypeError, WireError) as error:
         raise DataError(f"{path} holds no rows of `deft train evaluate`: {error}") from error
-    if made_of - {asked}:
+    if made_of - {digest}:
         raise DataError(
             f"{path} has rows of other frames, heads or weights; choose another file, or remove it"
         )
-    return {(one.source, one.radius): one for one in scores}
+    return {(score.source, score.radius): score for score in scores}
 
 
-def append_score(path: Path, asked: str, score: DraftScore) -> None:
+def append_score(path: Path, digest: str, score: DraftScore) -> None:
     """Add a row as soon as it is there."""
     with explained(path), path.open("a") as file:
-        file.write(json.dumps({"of": asked, **asdict(score)}) + "\n")
+        file.write(json.dumps({"of": digest, **asdict(score)}) + "\n")
 
 
 def _first_of_each(
     episodes: Sequence[Sequence[Observation]], limit: int
 ) -> list[Sequence[Observation]]:
     """The first frames of every episode, as many of each as there is room for."""
-    each = max(1, limit // len(episodes))
-    return [one[:each] for one in episodes[:limit]]
+    per_episode = max(1, limit // len(episodes))
+    return [episode[:per_episode] for episode in episodes[:limit]]
 
 
 def _digest(
-    given: Namespace, target: FeatureTarget, held_out: Sequence[Sequence[Observation]]
+    flags: Namespace, target: FeatureTarget, held_out: Sequence[Sequence[Observation]]
 ) -> str:
-    """Of what a row depends on beside its source and radius."""
+    """Of all that a row depends on but its source and radius."""
     digest = hashlib.sha256(target.fingerprint().encode())
-    digest.update(repr((given.draft_tree, given.rope_offset, given.key_mask)).encode())
-    for directory in given.head:
-        for path in sorted(one for one in directory.iterdir() if one.is_file()):
+    digest.update(repr((flags.draft_tree, flags.rope_offset, flags.key_mask)).encode())
+    for directory in flags.head:
+        for path in sorted(file for file in directory.iterdir() if file.is_file()):
             digest.update(f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}".encode())
     for episode in held_out:
         for seen in episode:
@@ -265,4 +265,4 @@ def _warning(directory: Path, chosen: frozenset[int] | None) -> str:
 def _describe(score: DraftScore) -> str:
     shares = " ".join(f"{share:.2f}" for share in score.accepted_by_position)
     numbers = (score.committed_length, score.passes, score.relaxed_share)
-    return _ROW.format(score.source, score.radius, *(f"{one:.2f}" for one in numbers), shares)
+    return _ROW.format(score.source, score.radius, *(f"{number:.2f}" for number in numbers), shares)

@@ -51,7 +51,7 @@ def load_fitted(run: Path, target: FeatureTarget) -> DraftHead:
     layers = stored.pop("layers", ())
     head = build_head(build_config(HeadFitConfig, stored), target, layers)
     head.load_state_dict(state["module"])
-    average = {name: one for name, one in state["extra"].items() if name != "num_steps"}
+    average = {name: tensor for name, tensor in state["extra"].items() if name != "num_steps"}
     head.load_state_dict(average, strict=False)
     return head.requires_grad_(False).eval()
 
@@ -120,17 +120,17 @@ def _compare(
             raise TrainingError(f"{directory}: {name} reads back differently; disk trouble?")
 
 
-def run(given: Namespace) -> int:
+def run(flags: Namespace) -> int:
     """Write the head, read it back, compare."""
     with shown():
-        target = load_target(given)
-    head = load_fitted(given.run, target)
-    dtype = torch.float32 if given.float32 else torch.bfloat16
+        target = load_target(flags)
+    head = load_fitted(flags.run, target)
+    dtype = torch.float32 if flags.float32 else torch.bfloat16
     sizes = target.policy.model.target.decoder.sizes
-    export_head(head, given.out, dtype, HeadLayout[given.layout.upper()], sizes)
-    size = sum(path.stat().st_size for path in given.out.iterdir())
+    export_head(head, flags.out, dtype, HeadLayout[flags.layout.upper()], sizes)
+    size = sum(path.stat().st_size for path in flags.out.iterdir())
     sys.stdout.write(
-        f"{given.out}: {size / 1e6:.1f} MB, read back and equal\n"
-        f"next: deft serve --draft-head {quote(str(given.out))} {target_flags(given)}\n"
+        f"{flags.out}: {size / 1e6:.1f} MB, read back and equal\n"
+        f"next: deft serve --draft-head {quote(str(flags.out))} {target_flags(flags)}\n"
     )
     return 0

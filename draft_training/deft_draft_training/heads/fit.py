@@ -86,7 +86,7 @@ class RecordedSamples:
         self._samples = [sample for shard in shards for sample in shard]
         if not self._samples:
             raise DataError(f"{folder} holds no samples; run `deft train record` into it")
-        self.episodes = np.array([one.episode for one in self._samples])
+        self.episodes = np.array([sample.episode for sample in self._samples])
 
     def get(self, numbers: Sequence[int]) -> list[Sample]:
         """The named samples."""
@@ -141,7 +141,7 @@ def split_by_episode(
 
 
 class HeadTrainer(Trainer[DraftHead]):
-    """Everything one run needs, built once; `run` goes on from wherever the directory stands."""
+    """Everything one run needs, built once; `run` goes on from the last checkpoint."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class HeadTrainer(Trainer[DraftHead]):
         else:
             del described["block"]  # which runs from before there were block heads do not have
         with RunDirectory(directory, described, with_board, self.workers.rank == 0) as run:
-            run.keep_split(*(self.episodes_of(one) for one in (self.numbers, self.held_out)))
+            run.keep_split(*(self.episodes_of(share) for share in (self.numbers, self.held_out)))
             return self._train(run)
 
     def episodes_of(self, numbers: NDArray[np.int64]) -> list[int]:
@@ -194,10 +194,12 @@ class HeadTrainer(Trainer[DraftHead]):
 
     def _losses(self, samples: Sequence[Sample], step: int) -> dict[str, Tensor]:
         own = self.workers.share(np.arange(self.config.batch_size))
-        seeds = [self._seed(step, int(place)) for place in own]
+        seeds = [self._seed(step, int(index)) for index in own]
         if isinstance(self.net, BlockHead):
             return self._block_losses(self.net, samples, seeds)
-        batch = collate([one for one in samples if isinstance(one, HeadSample)], self.target.table)
+        batch = collate(
+            [sample for sample in samples if isinstance(sample, HeadSample)], self.target.table
+        )
         if isinstance(self.net, MedusaHeads):
             states = self.net(batch.at_guesses(batch.hidden))
             actions = self.target.actions
@@ -211,7 +213,7 @@ class HeadTrainer(Trainer[DraftHead]):
     ) -> dict[str, Tensor]:
         config, target = self.config.block, self.target
         batch = collate_blocks(
-            [one for one in samples if isinstance(one, StatesSample)],
+            [sample for sample in samples if isinstance(sample, StatesSample)],
             head.sizes.places,
             config.blocks,
             seeds,
@@ -220,9 +222,9 @@ class HeadTrainer(Trainer[DraftHead]):
         logits = target.every_logit if config.whole_vocabulary else target.logits
         return block_losses(head, target.embed, logits, batch, config.loss)
 
-    def _seed(self, step: int, place: int) -> int:
+    def _seed(self, step: int, index: int) -> int:
         """Of the noise on one sample of one step, whichever process has it."""
-        mixed = np.random.SeedSequence((self.config.seed, step, place))
+        mixed = np.random.SeedSequence((self.config.seed, step, index))
         return int(mixed.generate_state(1)[0])
 
 
@@ -263,11 +265,11 @@ def build_head(
 def _build_block(config: HeadFitConfig, target: FeatureTarget, layers: Sequence[int]) -> BlockHead:
     """Places begin as nothing, and the Markov head says nothing yet."""
     block, llm = config.block, target.policy.model.target.decoder.sizes
-    every = TokenRange(0, llm.vocabulary - 1)
+    all_tokens = TokenRange(0, llm.vocabulary - 1)
     head = BlockHead(
         block_sizes(
             llm,
-            every if block.whole_vocabulary else target.actions,
+            all_tokens if block.whole_vocabulary else target.actions,
             layers,
             places=block.places,
             num_layers=block.layers,
@@ -280,25 +282,25 @@ def _build_block(config: HeadFitConfig, target: FeatureTarget, layers: Sequence[
     return head
 
 
-def run(given: Namespace) -> int:
+def run(flags: Namespace) -> int:
     """Train, or go on training, in a run directory."""
-    config = load_config(HeadFitConfig, given.config, given.overrides)
+    config = load_config(HeadFitConfig, flags.config, flags.overrides)
     with Workers.from_torchrun() as workers:  # first: it says which GPU is this process's
         with shown():
-            target = load_target(given)
+            target = load_target(flags)
         store: SampleStore
-        if given.features is not None:
-            store = RecordedSamples(given.features, target.fingerprint())
+        if flags.features is not None:
+            store = RecordedSamples(flags.features, target.fingerprint())
         else:
-            episodes = EpisodeSource(tuple(given.live), given.stride, read_cameras(given))
+            episodes = EpisodeSource(tuple(flags.live), flags.stride, read_cameras(flags))
             store = LiveSamples(target, episodes)
         trainer = HeadTrainer(config, target, store, workers)
-        trainer.run(given.out, given.tensorboard)
+        trainer.run(flags.out, flags.tensorboard)
     if workers.rank == 0:
         numbers = ",".join(map(str, trainer.episodes_of(trainer.held_out)))
         sys.stdout.write(
-            f"{given.out}: {trainer.config.steps} steps; held-out episodes {numbers}\n"
+            f"{flags.out}: {trainer.config.steps} steps; held-out episodes {numbers}\n"
             f"next: deft train evaluate DATA --episodes {numbers} "
-            f"--head {quote(str(given.out))} {target_flags(given)}\n"
+            f"--head {quote(str(flags.out))} {target_flags(flags)}\n"
         )
     return 0

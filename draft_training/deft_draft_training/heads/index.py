@@ -39,7 +39,7 @@ class ShardIndex:
     @property
     def num_samples(self) -> int:
         """Samples in all shards."""
-        return sum(one.num_samples for one in self.shards)
+        return sum(shard.num_samples for shard in self.shards)
 
     @property
     def next_observation(self) -> int:
@@ -63,12 +63,12 @@ def read_index(folder: Path) -> ShardIndex:
 
 def episodes_of(folder: Path) -> set[int]:
     """Numbers of the episodes whose features a folder holds."""
-    found: set[int] = set()
+    episodes: set[int] = set()
     for entry in read_index(folder).shards:
         path = folder / entry.name
         try:
             with safe_open(path, "numpy") as shard:
-                found.update(shard.get_tensor("episodes").tolist())
+                episodes.update(shard.get_tensor("episodes").tolist())
         except (OSError, SafetensorError) as error:
             raise DataError(f"{path} cannot be read though {INDEX} names it: {error}") from error
-    return found
+    return episodes

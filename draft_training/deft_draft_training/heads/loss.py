@@ -51,18 +51,18 @@ def head_losses(
     `noise_seeds` has one seed per row, or none for no noise.
     """
     hidden = with_noise(batch, config.noise, noise_seeds)
-    wanted = batch.at_guesses(batch.targets)
+    targets = batch.at_guesses(batch.targets)
     with torch.no_grad():
-        truth = logits(wanted).float()
+        truth = logits(targets).float()
     guesses = [batch.at_guesses(guess(batch.embeds, hidden))]
-    first = _terms(guesses[0], wanted, logits, truth, config)
+    first = _terms(guesses[0], targets, logits, truth, config)
     total, weight = first["loss"], 1.0
     for step in range(1, min(config.test_steps, batch.num_guesses)):
         continued = guess(*batch.going_on(guesses))
         guesses.append(continued[:, -batch.num_guesses :])
         weight *= config.step_decay
         # The first guesses of a step have nothing to go on from.
-        further = _terms(guesses[-1][:, step:], wanted[:, step:], logits, truth[:, step:], config)
+        further = _terms(guesses[-1][:, step:], targets[:, step:], logits, truth[:, step:], config)
         total = total + weight * further["loss"]
     return {**first, "loss": total}
 
@@ -70,7 +70,7 @@ def head_losses(
 def with_noise(batch: HeadBatch, width: float, seeds: Sequence[int]) -> Tensor:
     """The hidden inputs with uniform noise, the wider the shorter the sequence, as in EAGLE.
 
-    Every row has a seed of its own, so that a sample is disturbed alike whichever process has it
+    Every row has a seed of its own, so that a sample gets the same noise whichever process has it
     and whatever it is padded to. No seeds: no noise.
     """
     if not width or not seeds:
@@ -93,10 +93,10 @@ def earth_movers(draft: Tensor, target: Tensor) -> Tensor:
 
 
 def _terms(
-    guesses: Tensor, wanted: Tensor, logits: Logits, truth: Tensor, config: HeadLossConfig
+    guesses: Tensor, targets: Tensor, logits: Logits, truth: Tensor, config: HeadLossConfig
 ) -> dict[str, Tensor]:
     """Mean losses of a batch, and how often the head's first choice is the target's."""
-    regression = F.smooth_l1_loss(guesses.float(), wanted.float())
+    regression = F.smooth_l1_loss(guesses.float(), targets.float())
     drafted = logits(guesses).float()
     log_draft, target = drafted.log_softmax(dim=-1), truth.softmax(dim=-1)
     distillation = -(target * log_draft).sum(dim=-1).mean()

@@ -110,28 +110,28 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _pack(every: Sequence[Sample]) -> dict[str, Tensor]:
+def _pack(samples_of_shard: Sequence[Sample]) -> dict[str, Tensor]:
     def ends(lengths: Sequence[int]) -> Tensor:
         return torch.tensor(lengths).cumsum(0)
 
-    with_states = [one for one in every if isinstance(one, StatesSample)]
+    with_states = [sample for sample in samples_of_shard if isinstance(sample, StatesSample)]
     if with_states:
         return {
-            "episodes": torch.tensor([one.episode for one in with_states]),
-            "states": torch.cat([one.states for one in with_states]),
-            "states_ends": ends([len(one.states) for one in with_states]),
-            "tokens": torch.cat([one.tokens for one in with_states]),
-            "tokens_ends": ends([len(one.tokens) for one in with_states]),
+            "episodes": torch.tensor([sample.episode for sample in with_states]),
+            "states": torch.cat([sample.states for sample in with_states]),
+            "states_ends": ends([len(sample.states) for sample in with_states]),
+            "tokens": torch.cat([sample.tokens for sample in with_states]),
+            "tokens_ends": ends([len(sample.tokens) for sample in with_states]),
         }
-    samples = [one for one in every if isinstance(one, HeadSample)]
+    samples = [sample for sample in samples_of_shard if isinstance(sample, HeadSample)]
     return {
-        "episodes": torch.tensor([one.episode for one in samples]),
-        "prompt_ids": torch.cat([one.prompt_ids for one in samples]),
-        "prompt_ends": ends([len(one.prompt_ids) for one in samples]),
-        "patches": torch.stack([one.patches for one in samples]),
-        "hidden": torch.cat([one.hidden for one in samples]),
-        "hidden_ends": ends([len(one.hidden) for one in samples]),
-        "tokens": torch.stack([one.tokens for one in samples]),
+        "episodes": torch.tensor([sample.episode for sample in samples]),
+        "prompt_ids": torch.cat([sample.prompt_ids for sample in samples]),
+        "prompt_ends": ends([len(sample.prompt_ids) for sample in samples]),
+        "patches": torch.stack([sample.patches for sample in samples]),
+        "hidden": torch.cat([sample.hidden for sample in samples]),
+        "hidden_ends": ends([len(sample.hidden) for sample in samples]),
+        "tokens": torch.stack([sample.tokens for sample in samples]),
     }
 
 
@@ -174,7 +174,7 @@ class RecordConfig:
     samples_per_shard: int = 512
     dtype: torch.dtype = torch.bfloat16
     layers: tuple[int, ...] = ()  # whose states are recorded, for block heads
-    reasoning: bool = False  # of answers that reason aloud; with `layers` alone
+    reasoning: bool = False  # of answers with reasoning; with `layers` alone
 
     def __post_init__(self) -> None:
         if min(self.batch_size, self.samples_per_shard) < 1:
@@ -193,8 +193,8 @@ class RecordConfig:
 
 def estimate(target: FeatureTarget, config: RecordConfig) -> tuple[int, int]:
     """Count the observations, and measure the bytes of one sample."""
-    found = config.source.observations()
-    total = sum(1 for _ in tqdm(found, desc="count", unit="frame", file=sys.stderr))
+    observations = config.source.observations()
+    total = sum(1 for _ in tqdm(observations, desc="count", unit="frame", file=sys.stderr))
     if not total:
         raise DataError("none of the episodes has a step, so there is nothing to record")
     episode, observation = next(config.source.observations())
@@ -240,8 +240,8 @@ def record(
 def _bytes(samples: Sequence[Sample]) -> int:
     return sum(
         tensor.numel() * tensor.element_size()
-        for one in samples
-        for tensor in vars(one).values()
+        for sample in samples
+        for tensor in vars(sample).values()
         if isinstance(tensor, Tensor)
     )
 
@@ -249,32 +249,32 @@ def _bytes(samples: Sequence[Sample]) -> int:
 _MEGABYTE = 1e6
 
 
-def run(given: Namespace) -> int:
+def run(flags: Namespace) -> int:
     """Say how large it will be, then record what is not there yet."""
     config = RecordConfig(
-        EpisodeSource(tuple(given.sources), given.stride, read_cameras(given)),
-        given.batch_size,
-        dtype=torch.float32 if given.float32 else torch.bfloat16,
-        layers=given.layers,
-        reasoning=given.reasoning,
+        EpisodeSource(tuple(flags.sources), flags.stride, read_cameras(flags)),
+        flags.batch_size,
+        dtype=torch.float32 if flags.float32 else torch.bfloat16,
+        layers=flags.layers,
+        reasoning=flags.reasoning,
     )
     with shown():
-        target = load_target(given)
+        target = load_target(flags)
     num_observations, sample_bytes = estimate(target, config)
     needed = num_observations * sample_bytes
-    sys.stderr.write(f"{num_observations} actions, {needed / _MEGABYTE:,.1f} MB in {given.out}\n")
-    _check_room(given.out, needed)
-    index = record(target, config, given.out, num_observations)
+    sys.stderr.write(f"{num_observations} actions, {needed / _MEGABYTE:,.1f} MB in {flags.out}\n")
+    _check_room(flags.out, needed)
+    index = record(target, config, flags.out, num_observations)
     sys.stdout.write(
-        f"{given.out}: {index.num_samples} actions in {len(index.shards)} shards\n"
-        f"next: deft train fit --features {quote(str(given.out))} --out runs/head "
-        f"{target_flags(given)}\n"
+        f"{flags.out}: {index.num_samples} actions in {len(index.shards)} shards\n"
+        f"next: deft train fit --features {quote(str(flags.out))} --out runs/head "
+        f"{target_flags(flags)}\n"
     )
     return 0
 
 
 def _check_room(folder: Path, needed: int) -> None:
-    existing = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     if needed > free:
         raise DataError(

@@ -69,33 +69,39 @@ class HeadBatch:
         and rotary positions [row, position].
 
         `guesses` [row, guess, width] are those of each step so far, made at the positions that
-        carry the loss. Behind the true sequence stand as many blocks of those positions as there
-        are steps. Position i of block j stands for the j-th guess in a row: it reads the guess
+        carry the loss. Behind the true sequence follow as many blocks of those positions as there
+        are steps. Position i of block j is the j-th guess in a row: it reads the guess
         that step j - 1 made at i - 1 and sees the true states up to i - j, what its own chain
         guessed since, and itself. So what was committed stays true (as in HASS).
         """
         num, count = len(guesses), self.num_guesses
         steps = torch.arange(count, device=self.first.device)
-        places = self.first[:, None] + steps
-        before = [torch.cat((one[:, :1], one[:, :-1]), dim=1).to(self.hidden) for one in guesses]
+        draft_positions = self.first[:, None] + steps
+        before = [
+            torch.cat((guess[:, :1], guess[:, :-1]), dim=1).to(self.hidden) for guess in guesses
+        ]
         embeds = self.at_guesses(self.embeds)
-        every = torch.arange(self.hidden.shape[1], device=places.device)
+        positions = torch.arange(self.hidden.shape[1], device=draft_positions.device)
         return (
             torch.cat((self.embeds, *[embeds] * num), dim=1),
             torch.cat((self.hidden, *before), dim=1),
-            self._chains(num, places, every),
-            torch.cat((every.expand(len(places), -1), *[places] * num), dim=1),
+            self._chains(num, draft_positions, positions),
+            torch.cat(
+                (positions.expand(len(draft_positions), -1), *[draft_positions] * num), dim=1
+            ),
         )
 
-    def _chains(self, num: int, places: Tensor, every: Tensor) -> Tensor:
+    def _chains(self, num: int, draft_positions: Tensor, positions: Tensor) -> Tensor:
         """Who sees whom in `going_on`, [row, 1, query, key]."""
-        width, count = len(every), self.num_guesses
-        mask = places.new_zeros(len(places), width + num * count, width + num * count).bool()
-        mask[:, :width, :width] = every <= every[:, None]
-        steps = torch.arange(count, device=places.device)
+        width, count = len(positions), self.num_guesses
+        mask = draft_positions.new_zeros(
+            len(draft_positions), width + num * count, width + num * count
+        ).bool()
+        mask[:, :width, :width] = positions <= positions[:, None]
+        steps = torch.arange(count, device=draft_positions.device)
         for block in range(1, num + 1):
             here = slice(width + (block - 1) * count, width + block * count)
-            mask[:, here, :width] = every <= (places - block)[:, :, None]
+            mask[:, here, :width] = positions <= (draft_positions - block)[:, :, None]
             for other in range(1, block + 1):
                 there = slice(width + (other - 1) * count, width + other * count)
                 mask[:, here, there] = steps == steps[:, None] - (block - other)

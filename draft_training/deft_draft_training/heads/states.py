@@ -1,7 +1,7 @@
 """What a block head learns from: one answer of a target of any family, and its hidden states.
 
 With P prompt positions and an answer a_1..a_L, states are known at P + L - 1 positions: those of
-the prompt, and those of a_1..a_{L-1}. At each of them stand the hidden states behind some layers,
+the prompt, and those of a_1..a_{L-1}. Each of them has the hidden states behind some layers,
 side by side, the final ones last.
 """
 
@@ -93,7 +93,9 @@ class StatesRecorder:
         """Answers and states of some frames."""
         clock, spec = StageClock(self._model.device), self._model.specs[self._policy.find_key(None)]
         rows = [Answer(self._method, spec) for _ in observations]
-        prompts = self._model.see([self._model.complete(one) for one in observations], clock)
+        prompts = self._model.see(
+            [self._model.complete(observation) for observation in observations], clock
+        )
         self._engine.decode(prompts, rows, clock)
         samples = []
         for row, episode in zip(rows, episodes, strict=True):
@@ -129,7 +131,7 @@ def collate_blocks(
     device: torch.device,
 ) -> StatesBatch:
     """Draw blocks of each sample: behind all of its tokens where they are no more than that."""
-    num_blocks = min(num_blocks, max(len(one.tokens) for one in samples) - 1)
+    num_blocks = min(num_blocks, max(len(sample.tokens) for sample in samples) - 1)
     anchors, firsts, wanted, before, says, counts = ([] for _ in range(6))
     for sample, seed in zip(samples, seeds, strict=True):
         length = len(sample.tokens)
@@ -149,6 +151,6 @@ def collate_blocks(
         before.append(sample.tokens[ahead - 1])
         says.append(sample.num_prompt + ahead - 1)
         counts.append(is_there)
-    states = pad_sequence([one.states.float() for one in samples], batch_first=True)
+    states = pad_sequence([sample.states.float() for sample in samples], batch_first=True)
     columns = (anchors, firsts, wanted, before, says, counts)
-    return StatesBatch(states.to(device), *(torch.stack(one).to(device) for one in columns))
+    return StatesBatch(states.to(device), *(torch.stack(column).to(device) for column in columns))

@@ -80,14 +80,18 @@ class FeatureTarget:
         self, observations: Sequence[Observation], episodes: Sequence[int], dtype: torch.dtype
     ) -> list[HeadSample]:
         """Let the target answer, then read its features over prompt and answer in one forward."""
-        requests = [PolicyRequest(one, options=_AUTOREGRESSIVE) for one in observations]
+        requests = [
+            PolicyRequest(observation, options=_AUTOREGRESSIVE) for observation in observations
+        ]
         traces = [answer.chunk.trace for answer in self.policy.act(requests)]
         tokens = [torch.tensor(trace.tokens) for trace in traces if trace is not None]
         parts = self._openvla
         with torch.no_grad():
-            fitted = [parts.images.fit(one.image) for one in observations]
+            fitted = [parts.images.fit(observation.image) for observation in observations]
             patches = parts.network.see(parts.pixels(fitted))
-            prompts = [torch.tensor(parts.encode(one.instruction)) for one in observations]
+            prompts = [
+                torch.tensor(parts.encode(observation.instruction)) for observation in observations
+            ]
             hidden = self._features(patches, prompts, tokens)
         return [
             HeadSample(
@@ -105,19 +109,19 @@ class FeatureTarget:
     ) -> list[Tensor]:
         """Hidden states after the final norm at every position but the last token's, by row."""
         model = self._openvla.network
-        ids = [torch.cat([one, own[:-1]]) for one, own in zip(prompts, tokens, strict=True)]
+        ids = [torch.cat([prompt, own[:-1]]) for prompt, own in zip(prompts, tokens, strict=True)]
         padded = pad_sequence(ids, batch_first=True)
         hidden = model.decoder(model.compose(patches, padded.to(patches.device)))
-        lengths = [patches.shape[1] + len(one) for one in ids]
+        lengths = [patches.shape[1] + len(token) for token in ids]
         return [hidden[row, :length] for row, length in enumerate(lengths)]
 
 
-def load_target(given: argparse.Namespace) -> FeatureTarget:
+def load_target(flags: argparse.Namespace) -> FeatureTarget:
     """Load the target that the flags name."""
     try:
-        options = catalog.find(given.policy).make(given)
+        options = catalog.find(flags.policy).make(flags)
         if not isinstance(options, ModelOptions):
-            raise ConfigError(f"{given.policy} has no model that a draft head could learn from")
+            raise ConfigError(f"{flags.policy} has no model that a draft head could learn from")
         # Training has work for every core, whatever answering would take.
         threads = options.num_threads or torch.get_num_threads()
         return FeatureTarget(load_token_policy(replace(options, num_threads=threads)))

@@ -20,7 +20,7 @@ from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.sampling import first_maximum, top_gap
 from deft_policies.families.policy import VlaPolicy
 
-# bfloat16 keeps 8 bits of every number. Two logits are told apart when they differ by more than
+# bfloat16 keeps 8 bits of every number. Two logits count as different when they differ by more than
 # their own last place and what rounding in every layer before has added; two last places of the
 # largest logit are taken for the two, and reported.
 _BFLOAT16_BITS = 8
@@ -89,7 +89,7 @@ def audit(
     is_text = any(spec.stop is not None for spec in model.specs.values())
     for number, frame in enumerate(frames):
         own = _logits(reference, frame, options, None)
-        tokens = [int(first_maximum(one)) for one in own]
+        tokens = [int(first_maximum(logits)) for logits in own]
         other = _logits(audited, frame, options, tokens)
         num_tokens += len(tokens)
         num_outside += sum(not actions.first <= token <= actions.last for token in tokens)
@@ -98,9 +98,9 @@ def audit(
             largest_error = max(largest_error, abs(float(first[best] - second[best])))
             found = int(first_maximum(second))
             if found != best:
-                gaps = [float(top_gap(one, first_maximum(one))) for one in (first, second)]
-                said = [model.read_text([one]) for one in (best, found)]
-                words = " -> ".join(repr(one[0]) for one in said if one is not None)
+                gaps = [float(top_gap(logits, first_maximum(logits))) for logits in (first, second)]
+                texts = [model.read_text([token]) for token in (best, found)]
+                words = " -> ".join(repr(text[0]) for text in texts if text is not None)
                 flips.append(Flip(number, position, best, found, gaps[0], gaps[1], words))
     return AuditReport(
         num_actions=len(frames),
@@ -119,14 +119,14 @@ def check_equal(run: Replay, plain: Replay, frames: Sequence[ReplayFrame]) -> Eq
     target = policy.model.target
     partings: list[Flip] = []
     for number, frame in enumerate(frames):
-        wanted, found = (_tokens(one.answers[number]) for one in (plain, run))
-        if wanted == found:
+        expected, tokens = (_tokens(contender.answers[number]) for contender in (plain, run))
+        if expected == tokens:
             continue
-        pairs = enumerate(zip(wanted, found, strict=True))
+        pairs = enumerate(zip(expected, tokens, strict=True))
         position = next(at for at, (best, other) in pairs if best != other)
         options = plain.contender.options(frame)
-        logits = _logits(policy, frame, options, wanted[: position + 1])[position]
-        best, other = wanted[position], found[position]
+        logits = _logits(policy, frame, options, expected[: position + 1])[position]
+        best, other = expected[position], tokens[position]
         margin = float(logits[best] - logits[other])
         partings.append(Flip(number, position, best, other, margin, -margin))
     return EqualityCheck(
@@ -172,7 +172,7 @@ def describe(report: AuditReport) -> str:
 def describe_equality(check: EqualityCheck) -> str:
     """The check in words, every frame that differs on a line of its own."""
     num_equal = check.num_answers - len(check.partings)
-    promise = "a token is computed alike alone and among drafts, so none may differ"
+    promise = "a token has the same logits alone and among drafts, so none may differ"
     if not check.is_promised:
         promise = "a near tie may differ: a token alone and among drafts is rounded differently"
     lines = [
@@ -180,20 +180,20 @@ def describe_equality(check: EqualityCheck) -> str:
         f"in {check.dtype} ({promise})"
     ]
     verdict = "FAULT" if check.is_promised else "differs"
-    for one in check.partings:
+    for parting in check.partings:
         lines.append(
-            f"  frame {one.frame} token {one.position}: plain {one.reference}, "
-            f"{check.name} {one.audited}, margin {one.reference_margin:.6f}: {verdict}"
+            f"  frame {parting.frame} token {parting.position}: plain {parting.reference}, "
+            f"{check.name} {parting.audited}, margin {parting.reference_margin:.6f}: {verdict}"
         )
     return "\n".join(lines)
 
 
 def _logits(
-    policy: VlaPolicy, frame: ReplayFrame, options: ActOptions, given: list[int] | None
+    policy: VlaPolicy, frame: ReplayFrame, options: ActOptions, tokens: list[int] | None
 ) -> list[Tensor]:
     """Plain decoding's logits [vocabulary], position by position, along given tokens or its own."""
     model = policy.model_for(options)
     with torch.inference_mode():
         (prompt,) = model.see([frame.observation], StageClock(model.device))
         spec = model.specs[policy.find_key(frame.statistics_key)]
-        return model.target.logits_along(prompt, spec.max_tokens, given, spec.stop)
+        return model.target.logits_along(prompt, spec.max_tokens, tokens, spec.stop)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from deft_policies.benchmark.replay import Contender, ReplayFrame
     from deft_policies.families.policy import VlaPolicy
 
-    # Who takes part beside the methods, and the name of the baseline.
+    # Contenders other than the methods, and the name of the baseline.
     Others = tuple[list[Contender], str]
     FindOthers = Callable[[Namespace, VlaPolicy, Sequence[ReplayFrame]], Others]
 
@@ -71,7 +71,7 @@ def build_parser() -> ArgumentParser:
     parser.add_argument(
         "--reasoning",
         action="store_true",
-        help="have a policy that acts at once think aloud, where it can",
+        help="have a policy reason before it acts, where it can",
     )
     parser.add_argument(
         "--against",
@@ -82,7 +82,7 @@ def build_parser() -> ArgumentParser:
     parser.add_argument(
         "--stages",
         action="store_true",
-        help="also print the time of each stage beside this device's limits, and accepted lengths "
+        help="also print the time of each stage with this device's limits, and accepted lengths "
         "by position",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there too")
@@ -94,8 +94,8 @@ def split_sweep(arguments: Sequence[str]) -> tuple[list[str], list[str], list[in
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--decoding", action="append", type=method_text, default=[])
     parser.add_argument("--radius", action="append", type=int, default=[])
-    found, rest = parser.parse_known_args(list(arguments))
-    return rest, list(dict.fromkeys(found.decoding)), list(dict.fromkeys(found.radius))
+    flags, rest = parser.parse_known_args(list(arguments))
+    return rest, list(dict.fromkeys(flags.decoding)), list(dict.fromkeys(flags.radius))
 
 
 def main(arguments: list[str]) -> int:
@@ -121,28 +121,28 @@ def read_request(parser: ArgumentParser, arguments: list[str]) -> BenchRequest:
     """Read a command line, and refuse what cannot be done before anything is loaded."""
     rest, methods, radii = split_sweep(arguments)
     command = parse_command(parser, rest)
-    given = command.namespace
-    if given.frames < 1 or given.warm_ups < 0 or min(given.batch) < 1:
+    flags = command.namespace
+    if flags.frames < 1 or flags.warm_ups < 0 or min(flags.batch) < 1:
         parser.error("--frames and --batch must be 1 or more, --warm-ups 0 or more")
-    if given.recording is not None and given.input is not None:
+    if flags.recording is not None and flags.input is not None:
         parser.error("give --recording or --input, not both")
     for text in methods:
         find_method(text)
-    if given.against is not None and find_spec(given.against) is None:
+    if flags.against is not None and find_spec(flags.against) is None:
         raise PolicyError(
-            f"--against {given.against}: it is not installed; in a clone of Deft, "
-            f"pip install ./client '.[{given.against}]'"
+            f"--against {flags.against}: it is not installed; in a clone of Deft, "
+            f"pip install ./client '.[{flags.against}]'"
         )
-    if given.recording is not None:
-        find_format(given.recording)
-    if given.input is not None and not given.input.is_file():
-        raise PolicyError(f"--input {given.input}: no such file")
+    if flags.recording is not None:
+        find_format(flags.recording)
+    if flags.input is not None and not flags.input.is_file():
+        raise PolicyError(f"--input {flags.input}: no such file")
     return BenchRequest(command, methods, radii)
 
 
-def find_rivals(given: Namespace, policy: VlaPolicy, frames: Sequence[ReplayFrame]) -> Others:
+def find_rivals(flags: Namespace, policy: VlaPolicy, frames: Sequence[ReplayFrame]) -> Others:
     """Return who `--against` adds, and the name of the baseline."""
-    if given.against is None:
+    if flags.against is None:
         return [], AUTOREGRESSIVE
     from deft_policies.benchmark.transformers_loops import find_loops
 

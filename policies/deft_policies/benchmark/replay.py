@@ -149,7 +149,7 @@ def replay(
         for frame in (list(frames) * num_warm_ups)[:num_warm_ups]:
             _answer(warm, frame)
     runs = [Replay(contender) for contender in contenders]
-    name = ", ".join(one.name for one in contenders)
+    name = ", ".join(contender.name for contender in contenders)
     try:
         for frame in counted(frames, len(frames), name, "frame"):
             for run in runs:

@@ -49,10 +49,10 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> DeviceRates:
 def best_s(work: Callable[[], object]) -> float:
     """The time of some work, the best of a few rounds; of fewer where a round takes long."""
     timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
-    started, found = time.perf_counter(), [timer.timeit(1).mean]
-    while len(found) < _ROUNDS and time.perf_counter() - started < _PATIENCE_S:
-        found.append(timer.timeit(1).mean)
-    return min(found)
+    started, seconds = time.perf_counter(), [timer.timeit(1).mean]
+    while len(seconds) < _ROUNDS and time.perf_counter() - started < _PATIENCE_S:
+        seconds.append(timer.timeit(1).mean)
+    return min(seconds)
 
 
 @dataclass(frozen=True)
@@ -172,8 +172,8 @@ class Roofline:
 
 def _limit(actions: Sequence[Sequence[Cost]], rates: DeviceRates) -> StageLimit:
     """From what the passes of each action cost, which follow each other."""
-    passes = [one for costs in actions for one in costs]
-    floor_ms = sum(one.floor_ms(rates) for one in passes)
+    passes = [cost for costs in actions for cost in costs]
+    floor_ms = sum(cost.floor_ms(rates) for cost in passes)
     total = sum(passes, Cost(0.0, 0.0))
     cost = Cost(total.num_bytes / len(actions), total.num_flops / len(actions))
     return StageLimit(cost, floor_ms / len(actions))
@@ -190,10 +190,10 @@ def find_limits(
     vision = pictures_cost(policy, run.contender.batch_size)
     stages = {
         "vision": _limit([[vision]], rates),
-        "prefill": _limit([one[:1] for one in passes], rates),
+        "prefill": _limit([cost[:1] for cost in passes], rates),
     }
-    if any(len(one) > 1 for one in passes):
-        stages["decode"] = _limit([one[1:] for one in passes], rates)
+    if any(len(cost) > 1 for cost in passes):
+        stages["decode"] = _limit([cost[1:] for cost in passes], rates)
     return Roofline(stages)
 
 
@@ -236,17 +236,24 @@ def pass_costs(
     # A trace without passes is another engine's: plain decoding, one token per pass.
     nodes, kept = [1] * length, [1] * length
     if trace is not None and trace.passes:
-        nodes = [len(one.tokens) for one in trace.passes]
-        kept = [one.committed_length for one in trace.passes]
-    head_rows, before, costs = model.target.num_tokens, 0, []
+        nodes = [len(trace_of_pass.tokens) for trace_of_pass in trace.passes]
+        kept = [trace_of_pass.committed_length for trace_of_pass in trace.passes]
+    head_rows, num_cached, costs = model.target.num_tokens, 0, []
     for num_nodes, committed in zip(nodes, kept, strict=True):
-        behind = 0 if before else prompt - 1
+        behind = 0 if num_cached else prompt - 1
         new = behind + num_nodes
         cost = decoder_cost(
-            config.llm, num_rows, weights, before, new, num_nodes, head_rows, is_causal=not before
+            config.llm,
+            num_rows,
+            weights,
+            num_cached,
+            new,
+            num_nodes,
+            head_rows,
+            is_causal=not num_cached,
         )
         costs.append(cost)
-        before += behind + committed
+        num_cached += behind + committed
     return costs
 
 

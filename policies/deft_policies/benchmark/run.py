@@ -45,48 +45,48 @@ _SHIPPED = "tiny-libero"  # the policy whose frames ship
 def run_benchmark(request: BenchRequest, find_others: FindOthers) -> int:
     """Replay a benchmark and print it; return the exit code."""
     command, methods, radii = request.command, request.methods, request.radii
-    given = command.namespace
+    flags = command.namespace
     with shown():
         policy = command.load()
-        if given.reasoning and policy.info.max_tokens is None:
+        if flags.reasoning and policy.info.max_tokens is None:
             raise PolicyError(f"--reasoning: {policy.info.policy} writes nothing but actions")
-        thinks = given.reasoning or not policy.info.thinks_when_asked
-        frames, source = read_frames(given, policy)
+        thinks = flags.reasoning or not policy.info.thinks_when_asked
+        frames, source = read_frames(flags, policy)
         frames = with_statistics_key(frames, policy)
         if isinstance(policy, VlaPolicy):
-            if given.audit and DEFAULT_METHOD not in methods:
+            if flags.audit and DEFAULT_METHOD not in methods:
                 methods = [*(methods or [policy.info.decoding]), DEFAULT_METHOD]
-            contenders = _contenders(policy, methods, radii, given.batch)
-            contenders = [replace(one, want_reasoning=thinks) for one in contenders]
-            beside, baseline = find_others(given, policy, frames)
+            contenders = _contenders(policy, methods, radii, flags.batch)
+            contenders = [replace(contender, want_reasoning=thinks) for contender in contenders]
+            beside, baseline = find_others(flags, policy, frames)
             contenders += beside
             policy.warm_up(methods)  # a server knows from its start what plans cost
             report = measure(
-                policy, contenders, frames, given.warm_ups, baseline, has_audit=given.audit
+                policy, contenders, frames, flags.warm_ups, baseline, has_audit=flags.audit
             )
-            if given.audit and not report.is_interrupted:
+            if flags.audit and not report.is_interrupted:
                 whole = replace(policy.options, has_graphs=False)
                 audited = load_token_policy(replace(whole, precision=Precision.BFLOAT16))
                 twin = load_float32_twin(whole)
-                found = audit(twin, audited, frames, contenders[0].options(frames[0]))
-                report = replace(report, audit=found)
+                flips = audit(twin, audited, frames, contenders[0].options(frames[0]))
+                report = replace(report, audit=flips)
         else:
-            asked = {"--decoding": methods, "--radius": radii, "--audit": given.audit}
-            if wrong := [name for name, value in asked.items() if value]:
+            unused = {"--decoding": methods, "--radius": radii, "--audit": flags.audit}
+            if wrong := [name for name, value in unused.items() if value]:
                 raise PolicyError(
                     f"{', '.join(wrong)}: not for {policy.info.policy}, which decodes in one way; "
                     "leave it out"
                 )
             contenders = [
                 Contender(_name(policy.info.policy, None, size), policy, batch_size=size)
-                for size in given.batch
+                for size in flags.batch
             ]
-            report = measure(policy, contenders, frames, given.warm_ups)
+            report = measure(policy, contenders, frames, flags.warm_ups)
     report = replace(report, frames=source)
-    following = next_command(contenders, report, given)
-    sys.stdout.write(f"{report.render(given.stages)}\n\n{following}\n")
-    if given.json is not None:
-        given.json.write_text(json.dumps(asdict(report), indent=2) + "\n")
+    following = next_command(contenders, report, flags)
+    sys.stdout.write(f"{report.render(flags.stages)}\n\n{following}\n")
+    if flags.json is not None:
+        flags.json.write_text(json.dumps(asdict(report), indent=2) + "\n")
     if report.is_interrupted:
         return _INTERRUPTED
     return 1 if report.has_faults else 0
@@ -96,7 +96,8 @@ def next_command(contenders: Sequence[Contender], report: Report, given: Namespa
     """The line that serves the fastest method with plain decoding's answers.
 
     It names no method that was slower than plain decoding, nor a draft head with which every method
-    was. A faster method with other answers is named beside it, for play before it is served.
+    was. A faster method with other answers is named, too, to be tried in episodes before it is
+    served.
     """
     found = zip(contenders, report.speeds, report.decodings, strict=False)
     rows = sorted(
@@ -120,7 +121,7 @@ def next_command(contenders: Sequence[Contender], report: Report, given: Namespa
             f"play episodes before a robot does: deft-client eval SUITE{_method_flags(relaxed)}"
         )
     if exact is None:
-        heads = [str(one) for one in getattr(given, "draft_heads", None) or ()]
+        heads = [str(head) for head in getattr(given, "draft_heads", None) or ()]
         if heads and len(rows) > 1 and not faster:
             lines.append(
                 f"Nothing was faster than plain decoding with {', '.join(heads)}: do not serve "
@@ -140,19 +141,19 @@ def _method_flags(contender: Contender) -> str:
     return f" --decoding {contender.decoding}{radius}"
 
 
-def read_frames(given: Namespace, policy: Policy) -> tuple[list[ReplayFrame], str]:
+def read_frames(flags: Namespace, policy: Policy) -> tuple[list[ReplayFrame], str]:
     """The observations asked for, and what they are."""
-    if given.recording is not None:
-        frames = read_stored(given.recording, given.frames, read_cameras(given))
-        return frames, _sentence(frames, f"of {given.recording}")
-    if given.input is not None:
-        frames = read_pictures(given.input, given.frames)
-        return frames, _sentence(frames, f"of {given.input}")
+    if flags.recording is not None:
+        frames = read_stored(flags.recording, flags.frames, read_cameras(flags))
+        return frames, _sentence(frames, f"of {flags.recording}")
+    if flags.input is not None:
+        frames = read_pictures(flags.input, flags.frames)
+        return frames, _sentence(frames, f"of {flags.input}")
     if policy.info.policy == _SHIPPED:
-        frames = read_shipped(given.frames)
+        frames = read_shipped(flags.frames)
         about = "that tiny-libero saw when it played LIBERO's objects (they ship with Deft)"
         return frames, _sentence(frames, about)
-    frames = generate_frames(given.frames)
+    frames = generate_frames(flags.frames)
     source = _sentence(frames, "generated, of a camera that hardly moves") + (
         " Guesses from the last action look better on them than on a robot: give --recording DATA "
         "for numbers to quote."
@@ -160,11 +161,11 @@ def read_frames(given: Namespace, policy: Policy) -> tuple[list[ReplayFrame], st
     if not isinstance(policy, ModelPolicy):
         return frames, source
     complete = policy.model.complete
-    return [replace(one, observation=complete(one.observation)) for one in frames], source
+    return [replace(frame, observation=complete(frame.observation)) for frame in frames], source
 
 
 def _sentence(frames: Sequence[ReplayFrame], of: str) -> str:
-    num, episodes = len(frames), len({one.episode for one in frames})
+    num, episodes = len(frames), len({frame.episode for frame in frames})
     return f"Frames: {num} in {episodes} episode{'s' * (episodes != 1)}, {of}."
 
 
@@ -177,7 +178,7 @@ def measure(
     *,
     has_audit: bool = False,
 ) -> Report:
-    """Times; of models also limits; of methods also actions beside those of plain decoding.
+    """Times; of models also limits; of methods also actions compared with plain decoding's.
 
     With `has_audit` every answer of an exact method is compared with plain decoding's, too.
     """
@@ -197,8 +198,8 @@ def measure(
         return report
     weight = policy.model.network.decoder.embedding.weight
     rates = measure_rates(weight.device, weight.dtype)
-    known = runs if has_limits(policy) else ()
-    rooflines = tuple(find_limits(policy, run, frames, rates) for run in known)
+    limited = runs if has_limits(policy) else ()
+    rooflines = tuple(find_limits(policy, run, frames, rates) for run in limited)
     report = replace(report, rooflines=rooflines, rates=rates)
     if not isinstance(policy, VlaPolicy):
         return report
@@ -223,14 +224,14 @@ def _contenders(
     policy: VlaPolicy, methods: Sequence[str], radii: Sequence[int], sizes: Sequence[int]
 ) -> list[Contender]:
     """Plain decoding and every method, at the radii asked for if it has one."""
-    found = []
+    contenders = []
     for size in sizes:
         for method in dict.fromkeys((AUTOREGRESSIVE, *(methods or (policy.info.decoding,)))):
             fitting = tuple(one for one in radii if policy.has_method(method, one))
             for radius in fitting or (None,):
                 name = _name(method, radius, size)
-                found.append(Contender(name, policy, method, radius, size))
-    return found
+                contenders.append(Contender(name, policy, method, radius, size))
+    return contenders
 
 
 def _name(method: str, radius: int | None, batch_size: int) -> str:

@@ -14,8 +14,8 @@ def read_shipped(limit: int = NUM_EPISODES * NUM_STEPS) -> list[ReplayFrame]:
     by_episode: dict[str, list[ReplayFrame]] = {}
     for frame in _every():
         by_episode.setdefault(frame.episode, []).append(frame)
-    each = max(1, limit // NUM_EPISODES)
-    return [one for some in by_episode.values() for one in some[:each]][:limit]
+    per_episode = max(1, limit // NUM_EPISODES)
+    return [one for of_episode in by_episode.values() for one in of_episode[:per_episode]][:limit]
 
 
 @cache

@@ -42,7 +42,7 @@ class Speed:
     stages: dict[str, Percentiles]
     chunk_length: int = 1
     episodes_ms: tuple[tuple[float, ...], ...] = ()  # every answer, episode by episode
-    worked_ms: float = 0.0  # of a core that all of them were given; 0 where nobody measured it
+    worked_ms: float = 0.0  # of a core, of all of them; 0 where it was not measured
 
     @property
     def actions_per_s(self) -> float:
@@ -50,11 +50,11 @@ class Speed:
         return 1e3 * self.batch_size * self.chunk_length / self.total.mean
 
     def faster_than(self, baseline: "Speed") -> SpeedUp:
-        """Actions a second beside the baseline's, on the same frames."""
+        """Actions a second relative to the baseline's, on the same frames."""
         scale = self.batch_size * self.chunk_length / baseline.batch_size / baseline.chunk_length
         doubts = []
-        for one in (baseline, self):
-            doubts += cpu_contention_warnings(one.worked_ms, one.total.mean * one.num_answers)
+        for side in (baseline, self):
+            doubts += cpu_contention_warnings(side.worked_ms, side.total.mean * side.num_answers)
         own = [[spent / scale for spent in episode] for episode in self.episodes_ms]
         return speed_up(baseline.episodes_ms, own, list(dict.fromkeys(doubts)))
 
@@ -82,7 +82,7 @@ class Decoding:
 def summarise_speed(run: Replay, frames: Sequence[ReplayFrame] = ()) -> Speed:
     """Quantiles of a run. Totals are wall-clock times around the whole call.
 
-    `frames` say which answers are of one episode; without them no speed-up can be told.
+    `frames` say which answers are of one episode; without them no speed-up can be reported.
     """
     timings = [answer.chunk.timings for answer in run.answers]
     by_episode = groupby(zip(frames, run.answers, strict=False), lambda pair: pair[0].episode)
@@ -120,11 +120,11 @@ def summarise_decoding(run: Replay, plain: Replay, spaces: Sequence[ActionSpace]
     plans = dict(Counter(trace.plan for trace in own_traces if trace.plan).most_common())
     return Decoding(
         name=run.contender.name,
-        speculation=speculation_of([AnswerRecord.of(one.chunk, 0, 0) for one in run.answers]),
+        speculation=speculation_of([AnswerRecord.of(answer.chunk, 0, 0) for answer in run.answers]),
         relaxed_share=_mean([own.relaxed_share for own in own_traces]),
         equal_actions=_mean([own.tokens == other.tokens for own, other, _ in pairs]),
-        mean_bins=_mean([float(one.mean()) for one in bins]),
-        max_bins=max((int(one.max()) for one in bins), default=0),
+        mean_bins=_mean([float(distances.mean()) for distances in bins]),
+        max_bins=max((int(distances.max()) for distances in bins), default=0),
         mean_mm=_mean_distance(bins, moved, DimensionGroup.MOVE),
         mean_deg=_mean_distance(bins, moved, DimensionGroup.TURN),
         rule=own_traces[0].rule if own_traces else "",
@@ -139,8 +139,8 @@ def _plans_of(contender: Contender) -> dict[str, Plan]:
     if contender.decoding is None or not isinstance(policy, VlaPolicy):
         return {}
     method = policy.method_for(ActOptions(decoding=contender.decoding, radius=contender.radius))
-    every = (*OUR_PLANS, *TEXT_PLANS, *NUMBER_PLANS, PLAIN, *method.plans)
-    return {plan.name: plan for plan in every}
+    all_plans = (*OUR_PLANS, *TEXT_PLANS, *NUMBER_PLANS, PLAIN, *method.plans)
+    return {plan.name: plan for plan in all_plans}
 
 
 def _action_of(trace: DecodeTrace, space: ActionSpace) -> NDArray[np.int64]:

@@ -25,7 +25,7 @@ _LIMITS = """
 _POSITIONS = """
 
 - n=2: share of the drafted passes that accepted two drafts
-- t3: committed length of the passes whose first draft stands at the answer's third token"""
+- t3: committed length of the passes whose first draft is for the answer's third token"""
 _SHARES = """
 
 - t3: share of the answers whose third token was an accepted draft, in percent
@@ -51,7 +51,7 @@ class Report:
     @property
     def is_interrupted(self) -> bool:
         """Whether it has fewer frames than it was to have."""
-        return self.num_asked > max((one.num_answers for one in self.speeds), default=0)
+        return self.num_asked > max((speed.num_answers for speed in self.speeds), default=0)
 
     @property
     def has_faults(self) -> bool:
@@ -78,21 +78,31 @@ class Report:
         """What was answered, before any number of it."""
         if not self.is_interrupted:
             return self.frames
-        done = max(one.num_answers for one in self.speeds)
+        done = max(speed.num_answers for speed in self.speeds)
         return f"{self.frames}\nInterrupted: {done} of {self.num_asked} frames.".strip()
 
     def _details(self) -> list[str]:
-        """Stages beside the device's limits, and lengths by position."""
+        """Stages compared with the device's limits, and lengths by position."""
         parts = [time_table(self.speeds)]
         tables = zip_longest(self.speeds, self.rooflines)
         parts += [stage_table(speed, roofline) for speed, roofline in tables]
         if self.rates is not None:
             parts.append(_say_rates(self.rates))
-        parts.append("\n".join(f"{one.name}: {one.rule}" for one in self.decodings if one.rule))
-        found = {one.name: one.speculation for one in self.decodings if one.speculation}
-        longest = max((len(one.drafted_by_token) for one in found.values()), default=0)
+        parts.append(
+            "\n".join(
+                f"{decoding.name}: {decoding.rule}" for decoding in self.decodings if decoding.rule
+            )
+        )
+        speculations = {
+            decoding.name: decoding.speculation
+            for decoding in self.decodings
+            if decoding.speculation
+        }
+        longest = max(
+            (len(speculation.drafted_by_token) for speculation in speculations.values()), default=0
+        )
         if 0 < longest <= _MOST_POSITIONS:
-            parts += [length_table(found), position_table(found)]
+            parts += [length_table(speculations), position_table(speculations)]
         return parts
 
 
@@ -116,9 +126,9 @@ class BenchRow:
 def _of_passes(text: Callable[[Speculation], str]) -> Callable[[BenchRow], str]:
     """Nothing where its engine counts no passes."""
 
-    def cell(one: BenchRow) -> str:
-        found = one.decoding and one.decoding.speculation
-        return text(found) if found else NOTHING
+    def cell(row: BenchRow) -> str:
+        speculation = row.decoding and row.decoding.speculation
+        return text(speculation) if speculation else NOTHING
 
     return cell
 
@@ -126,33 +136,37 @@ def _of_passes(text: Callable[[Speculation], str]) -> Callable[[BenchRow], str]:
 def _of_others(text: Callable[[Decoding], str]) -> Callable[[BenchRow], str]:
     """Numbers that only a method with other answers has."""
 
-    def cell(one: BenchRow) -> str:
-        found = one.decoding
-        return text(found) if found and found.speculation and found.equal_actions < 1 else NOTHING
+    def cell(row: BenchRow) -> str:
+        decoding = row.decoding
+        return (
+            text(decoding)
+            if decoding and decoding.speculation and decoding.equal_actions < 1
+            else NOTHING
+        )
 
     return cell
 
 
-def _actions_per_s(one: BenchRow) -> str:
-    is_single = one.speed.batch_size * one.speed.chunk_length == 1
-    return NOTHING if is_single else f"{one.speed.actions_per_s:.1f}"
+def _actions_per_s(row: BenchRow) -> str:
+    is_single = row.speed.batch_size * row.speed.chunk_length == 1
+    return NOTHING if is_single else f"{row.speed.actions_per_s:.1f}"
 
 
-def _times(one: BenchRow) -> str:
+def _times(row: BenchRow) -> str:
     """`1.31 (1.20 to 1.42)`, or `1.31 ?` where that does not hold beyond these frames."""
-    if one.faster is None:
+    if row.faster is None:
         return NOTHING
-    if one.faster.doubts:
-        return f"{one.faster.times:.2f} ?"
-    return f"{one.faster.times:.2f} ({one.faster.interval:.2f})"
+    if row.faster.doubts:
+        return f"{row.faster.times:.2f} ?"
+    return f"{row.faster.times:.2f} ({row.faster.interval:.2f})"
 
 
 def _columns(baseline: str | None) -> list[Column[BenchRow]]:
     return [
-        Column("method", lambda one: one.speed.name),
+        Column("method", lambda row: row.speed.name),
         Column(
             "ms",
-            lambda one: f"{one.speed.total.mean:.1f}",
+            lambda row: f"{row.speed.total.mean:.1f}",
             "one call, frame in, action out, mean over the same frames",
         ),
         Column(
@@ -167,32 +181,32 @@ def _columns(baseline: str | None) -> list[Column[BenchRow]]:
         ),
         Column(
             "passes",
-            _of_passes(lambda one: f"{one.passes_per_action:.2f}"),
+            _of_passes(lambda row: f"{row.passes_per_action:.2f}"),
             "runs of the model for an answer, the prefill included",
         ),
         Column(
             "committed",
-            _of_passes(lambda one: f"{one.committed_length:.2f}" if one.num_checked else NOTHING),
-            "tokens that a pass with drafts settles: the accepted ones and one more",
+            _of_passes(lambda row: f"{row.committed_length:.2f}" if row.num_checked else NOTHING),
+            "tokens that a pass with drafts settles: the accepted ones and row more",
         ),
         Column(
             "equal answers",
-            lambda one: NOTHING if not one.decoding else share_text(one.decoding.equal_actions),
+            lambda row: NOTHING if not row.decoding else share_text(row.decoding.equal_actions),
             "answers with all tokens of plain decoding's",
         ),
         Column(
             "relaxed",
-            _of_others(lambda one: f"{one.relaxed_share:.1%}"),
+            _of_others(lambda row: f"{row.relaxed_share:.1%}"),
             "executed tokens that are not the model's greedy choice",
         ),
         Column(
             "bins: mean, most",
-            _of_others(lambda one: f"{one.mean_bins:.2f}, {one.max_bins}"),
+            _of_others(lambda row: f"{row.mean_bins:.2f}, {row.max_bins}"),
             "how far an action's tokens are from plain decoding's",
         ),
         Column(
             "mm, degrees",
-            _of_others(lambda one: f"{one.mean_mm:.2f}, {one.mean_deg:.2f}"),
+            _of_others(lambda row: f"{row.mean_mm:.2f}, {row.mean_deg:.2f}"),
             "the same in robot units, mean over motions",
         ),
     ]
@@ -200,31 +214,33 @@ def _columns(baseline: str | None) -> list[Column[BenchRow]]:
 
 def first_table(report: Report) -> str:
     """What one asks first: how fast each method is, and whether its answers are the same."""
-    plain = next((one for one in report.speeds if one.name == report.baseline), None)
+    plain = next((speed for speed in report.speeds if speed.name == report.baseline), None)
     rows = [
         BenchRow(speed, decoding, None if plain in (None, speed) else speed.faster_than(plain))
         for speed, decoding in zip_longest(report.speeds, report.decodings)
     ]
-    doubts = dict.fromkeys(doubt for one in rows if one.faster for doubt in one.faster.doubts)
+    doubts = dict.fromkeys(doubt for row in rows if row.faster for doubt in row.faster.doubts)
     notes = []
     if doubts:
         notes.append(f"?: of these frames alone, and no speed-up to quote: {'; '.join(doubts)}.")
-    for one in report.decodings:
-        if one.rule and not (one.speculation and any(one.speculation.drafted_by_token)):
-            notes.append(f"{one.name}: nothing was drafted in any pass")
+    for decoding in report.decodings:
+        if decoding.rule and not (
+            decoding.speculation and any(decoding.speculation.drafted_by_token)
+        ):
+            notes.append(f"{decoding.name}: nothing was drafted in any pass")
     table = column_table(_columns(report.baseline), rows, aligned=True)
     return "\n".join([table, *notes])
 
 
-def plans_used(found: Sequence[Decoding]) -> str:
+def plans_used(decodings: Sequence[Decoding]) -> str:
     """Which plans made a method's drafts, how often, and what each of them is."""
     lines, meanings = [], dict[str, str]()
-    for one in found:
-        total = sum(one.plans.values())
-        shares = ", ".join(f"{name} {num / total:.0%}" for name, num in one.plans.items())
-        if one.plan_meanings and one.rule:
-            lines.append(f"{one.name} drafted by: {shares}")
-            meanings |= one.plan_meanings
+    for decoding in decodings:
+        total = sum(decoding.plans.values())
+        shares = ", ".join(f"{name} {num / total:.0%}" for name, num in decoding.plans.items())
+        if decoding.plan_meanings and decoding.rule:
+            lines.append(f"{decoding.name} drafted by: {shares}")
+            meanings |= decoding.plan_meanings
     return "\n".join([*lines, *(f"- {name} = {text}" for name, text in meanings.items())])
 
 
@@ -238,15 +254,15 @@ def render(rows: Sequence[Mapping[str, str]]) -> str:
 def time_table(speeds: Sequence[Speed]) -> str:
     """Quantiles of the time of an answer, a row for each contender."""
     columns = (
-        Column[Speed]("ms per answer", lambda one: one.name),
+        Column[Speed]("ms per answer", lambda speed: speed.name),
         *(Column[Speed](name, _quantile(name)) for name in ("p50", "p95", "p99", "mean")),
-        Column[Speed]("actions/s", lambda one: f"{one.actions_per_s:.1f}"),
+        Column[Speed]("actions/s", lambda speed: f"{speed.actions_per_s:.1f}"),
     )
     return column_table(columns, speeds, aligned=True)
 
 
 def _quantile(name: str) -> Callable[[Speed], str]:
-    return lambda one: f"{getattr(one.total, name):.2f}"
+    return lambda speed: f"{getattr(speed.total, name):.2f}"
 
 
 def stage_table(speed: Speed, roofline: Roofline | None) -> str:
@@ -303,14 +319,14 @@ def length_table(found: Mapping[str, Speculation]) -> str:
     )
 
 
-def _by_start(one: Speculation) -> dict[str, str]:
-    means = {at: f"{mean:.2f}" for at, (mean, _) in one.committed_by_start.items()}
-    return {f"t{at + 1}": means.get(at, "") for at in range(len(one.drafted_by_token))}
+def _by_start(speculation: Speculation) -> dict[str, str]:
+    means = {at: f"{mean:.2f}" for at, (mean, _) in speculation.committed_by_start.items()}
+    return {f"t{at + 1}": means.get(at, "") for at in range(len(speculation.drafted_by_token))}
 
 
 def batch_table(speeds: Sequence[Speed], baseline: str) -> str:
     """Actions per second by batch size, and how many times those of the baseline at that size."""
-    rates = {(_alone(one), one.batch_size): one.actions_per_s for one in speeds}
+    rates = {(_alone(speed), speed.batch_size): speed.actions_per_s for speed in speeds}
     sizes = sorted({size for _, size in rates})
     if len(sizes) < 2:
         return ""
@@ -323,7 +339,7 @@ def batch_table(speeds: Sequence[Speed], baseline: str) -> str:
 
     names = dict.fromkeys(name for name, _ in rates)
     title = f"actions/s (x {baseline})"
-    return render([{title: one, **{f"batch {n}": cell(one, n) for n in sizes}} for one in names])
+    return render([{title: name, **{f"batch {n}": cell(name, n) for n in sizes}} for name in names])
 
 
 def _alone(speed: Speed) -> str:
@@ -339,10 +355,10 @@ def _two_series(
     meanings: str,
 ) -> str:
     """Two series of cells side by side, a row per method, short ones filled up."""
-    every = {
+    blank_row = {
         heading: "" for side in (left, right) for one in found.values() for heading in side(one)
     }
-    rows = [{title: name, **every, **left(one), **right(one)} for name, one in found.items()]
+    rows = [{title: name, **blank_row, **left(one), **right(one)} for name, one in found.items()]
     return render(rows) + meanings
 
 

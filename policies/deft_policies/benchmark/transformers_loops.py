@@ -133,7 +133,7 @@ class TransformersPolicy(OneCallPolicy):
         prompt = torch.tensor([ids], device=self._model.device)
         with _quiet():  # it says at every assisted answer which flags are old
             # Their annotations know neither their own mixin nor plain functions.
-            found = self._llama.generate(  # type: ignore[misc]
+            output = self._llama.generate(  # type: ignore[misc]
                 input_ids=prompt,
                 attention_mask=torch.ones_like(prompt),
                 max_new_tokens=spec.max_tokens,
@@ -143,7 +143,7 @@ class TransformersPolicy(OneCallPolicy):
                 logits_processor=[after_each_pass],  # type: ignore[arg-type]
                 **self._extra,
             )
-        tokens: list[int] = found[0, len(ids) :].tolist()
+        tokens: list[int] = output[0, len(ids) :].tolist()
         clock.record(Stage.VERIFY)
         return tokens
 
@@ -218,7 +218,9 @@ def baselines_of(policy: VlaPolicy) -> list[TransformersPolicy]:
 
 def find_loops(policy: VlaPolicy) -> tuple[list[Contender], str]:
     """Transformers' loops over the policy's weights, and the name of their own default."""
-    return [Contender(one.name, one) for one in baselines_of(policy)], BaselineLoop.GENERATE.value
+    return [
+        Contender(baseline.name, baseline) for baseline in baselines_of(policy)
+    ], BaselineLoop.GENERATE.value
 
 
 def find_baseline(policy: VlaPolicy, name: str) -> TransformersPolicy:
@@ -262,10 +264,10 @@ class PromptEmbedding(torch.nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Embeddings, [..., width]."""
         is_patch = ids >= len(self.weight)
-        found = torch.nn.functional.embedding(ids.clamp(max=len(self.weight) - 1), self.weight)
+        embeds = torch.nn.functional.embedding(ids.clamp(max=len(self.weight) - 1), self.weight)
         if is_patch.any():
-            found[is_patch] = self.patches[ids[is_patch] - len(self.weight)]
-        return found
+            embeds[is_patch] = self.patches[ids[is_patch] - len(self.weight)]
+        return embeds
 
 
 def build_llama(model: OpenVLAModel, num_layers: int | None = None) -> "LlamaForCausalLM":
@@ -315,9 +317,9 @@ def build_llama(model: OpenVLAModel, num_layers: int | None = None) -> "LlamaFor
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep in what the library says of kernels for other devices that it could not load."""
-    before = logging.root.manager.disable
+    level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         yield
     finally:
-        logging.disable(before)
+        logging.disable(level)

@@ -48,7 +48,7 @@ _MOST_TOKENS, _MOST_IMAGE_SIDE = 2**21, 4096
 _FUSED_BACKBONES = ("dinosiglip", "dinoclip")
 _TOWER_PREFIXES = ("vision_backbone.featurizer", "vision_backbone.fused_featurizer")
 
-# What timm's names stand for.
+# What timm's names mean.
 _TIMM_TOWERS = {
     "vit_large_patch14_reg4_dinov2": DINOV2,
     "vit_so400m_patch14_siglip_224": SIGLIP,
@@ -97,8 +97,8 @@ def load_training(directory: Path) -> TrainingNotes:
         return TrainingNotes()
     fields = JsonFields.load(path, "remove or repair it")
     prompts = fields.values("prompts", str, ())
-    known = [one.value for one in PromptTemplate]
-    if unknown := [one for one in prompts if one not in known]:
+    known = [template.value for template in PromptTemplate]
+    if unknown := [prompt for prompt in prompts if prompt not in known]:
         raise fields.error("prompts", f"names {unknown[0]!r}; known: {', '.join(known)}")
     held_out = fields.section("held_out")
     return TrainingNotes(
@@ -199,7 +199,7 @@ def _read_image_processor(directory: Path, towers: tuple[TowerConfig, ...]) -> I
     fields = JsonFields.load(
         directory / PREPROCESSOR_FILE, "copy it from the checkpoint this one was fine-tuned from"
     )
-    known = {one.value: one for one in ResizeStrategy}
+    known = {known_strategy.value: known_strategy for known_strategy in ResizeStrategy}
     strategy = fields.value("image_resize_strategy", str, ResizeStrategy.LETTERBOX.value)
     if strategy not in known:
         raise fields.error("image_resize_strategy", f"is {strategy!r}; known: {', '.join(known)}")
@@ -224,8 +224,8 @@ def _is_stretched(fields: JsonFields, resize: ResizeStrategy, size: int) -> bool
     if not fields.has("tvf_resize_params"):
         return resize is ResizeStrategy.NAIVE
     asked = {
-        one.values("size", int) if one.is_list("size") else (one.value("size", int),)
-        for one in fields.sections("tvf_resize_params")
+        section.values("size", int) if section.is_list("size") else (section.value("size", int),)
+        for section in fields.sections("tvf_resize_params")
     }
     if asked not in ({(size,)}, {(size, size)}):
         raise fields.error("tvf_resize_params", f"must ask every tower for size {size}")
@@ -237,7 +237,9 @@ def _read_normalizations(fields: JsonFields) -> tuple[Normalization, ...]:
     # `stds` of the same file are the unrounded ones.
     if fields.has("tvf_normalize_params"):
         sections = fields.sections("tvf_normalize_params")
-        pairs = [(one.values("mean", float), one.values("std", float)) for one in sections]
+        pairs = [
+            (section.values("mean", float), section.values("std", float)) for section in sections
+        ]
     else:
         pairs = list(zip(fields.rows("means"), fields.rows("stds"), strict=False))
     if not all(len(mean) == len(std) == 3 and 0.0 not in std for mean, std in pairs):
@@ -259,7 +261,7 @@ def _read_fill(fields: JsonFields) -> tuple[int, ...]:
 
 def _find_template(fields: JsonFields, directory: Path, name: str) -> PromptTemplate:
     # The peers look for "v01" in the path alone; the language model tells the same story even
-    # when somebody renamed the folder.
+    # when the folder was renamed.
     names = (directory.name, name)
     is_first_release = any("openvla-v01" in one for one in names)
     is_vicuna = fields.value("llm_backbone_id", str, "vicuna-v15-7b").startswith("vicuna")
@@ -277,7 +279,7 @@ def find_statistics(config: JsonFields, directory: Path) -> JsonFields:
     statistics = config.section("norm_stats")
     if not statistics.names:
         raise CheckpointError(
-            f"{config.path} has no norm_stats and there is no {STATISTICS_FILE} beside it; copy "
+            f"{config.path} has no norm_stats, and its folder no {STATISTICS_FILE}; copy "
             f"the {STATISTICS_FILE} of the fine-tuning run into {config.path.parent}"
         )
     return statistics

@@ -1,4 +1,4 @@
-"""Draft heads on disk: directories with `config.json` beside the weights.
+"""Draft heads on disk: directories with weights and `config.json`.
 
 An EAGLE-style head has `pytorch_model.bin` (the published Spec-VLA layout) or `model.safetensors`
 (ours) with the same tensor names. Its shapes come from the tensors, because the published
@@ -32,7 +32,7 @@ _MOST_HEADS = 64
 _MOST_LAYERS, _MOST_PLACES, _MOST_RANK = 8, 16, 4096  # of a block head
 _LAYER = "layers.0."
 _ATTENTION = _LAYER + "self_attn."
-# Beside the head's own tensors a published file repeats the target's embedding, and older ones
+# Besides the head's own tensors a published file repeats the target's embedding, and older ones
 # store the rotary frequencies; neither is used.
 _IGNORED = ("embed_tokens.weight", "lm_head.weight", _ATTENTION + "rotary_emb.inv_freq")
 
@@ -52,7 +52,7 @@ def load_head(directory: Path, width: int, like: Tensor) -> EagleHead:
             f"{directory} holds neither {ours.name} nor {published.name}: not a draft head"
         )
     read = read_tensors(ours if ours.exists() else published)
-    tensors = {name: one for name, one in read.items() if name not in _IGNORED}
+    tensors = {name: tensor for name, tensor in read.items() if name not in _IGNORED}
     sizes = _read_sizes(directory, tensors)
     _check_width(directory, sizes.width, width)
     with torch.device("meta"):
@@ -67,10 +67,10 @@ def load_head(directory: Path, width: int, like: Tensor) -> EagleHead:
     return head.requires_grad_(False).eval()
 
 
-def _check_width(directory: Path, found: int, wanted: int) -> None:
-    if found != wanted:
+def _check_width(directory: Path, found: int, expected: int) -> None:
+    if found != expected:
         raise CheckpointError(
-            f"{directory}: what it holds is {found} wide, but the target is {wanted}; "
+            f"{directory}: what it holds is {found} wide, but the target is {expected}; "
             "heads only fit the model they were trained for"
         )
 
@@ -97,7 +97,9 @@ def save_head(head: EagleHead, directory: Path, layout: HeadLayout) -> None:
     if layout is HeadLayout.SAFETENSORS:
         write_tensors(tensors, directory / layout.value)
     else:
-        halves = {name: one.detach().cpu().half().contiguous() for name, one in tensors.items()}
+        halves = {
+            name: tensor.detach().cpu().half().contiguous() for name, tensor in tensors.items()
+        }
         torch.save(halves, directory / layout.value)
 
 
@@ -154,12 +156,12 @@ def save_medusa(heads: MedusaHeads, directory: Path) -> None:
 
 
 def is_medusa(directory: Path) -> bool:
-    """Whether a draft-head directory holds Medusa heads; False if it cannot be told."""
+    """Whether a draft-head directory holds Medusa heads; False if it cannot be read."""
     return _format_of(directory) == _MEDUSA_FORMAT
 
 
 def is_block(directory: Path) -> bool:
-    """Whether a draft-head directory holds a block head; False if it cannot be told."""
+    """Whether a draft-head directory holds a block head; False if it cannot be read."""
     return _format_of(directory) == _BLOCK_FORMAT
 
 
@@ -220,8 +222,8 @@ def read_block_sizes(directory: Path, target: LlamaSizes) -> BlockSizes:
     _check_width(directory, config.value("hidden_size", int), target.width)
     tokens = TokenRange(config.value("first_token", int), config.value("last_token", int))
     if not 0 <= tokens.first < tokens.last < target.vocabulary:
-        wanted = f"tokens {tokens.first} to {tokens.last} are not among {target.vocabulary}"
-        raise config.error("last_token", wanted)
+        problem = f"tokens {tokens.first} to {tokens.last} are not among {target.vocabulary}"
+        raise config.error("last_token", problem)
     layers = config.values("read_layers", int)
     if list(layers) != sorted({*layers} & {*range(1, target.num_layers)}):
         raise config.error(

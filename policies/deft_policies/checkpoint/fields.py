@@ -84,29 +84,29 @@ class JsonFields:
 
     def value(self, key: str, kind: type[T], default: T | None = None) -> T:
         """A value of this kind; a whole number is a number, too, and true is none."""
-        found: T = self._read(key, _KINDS.get(kind, kind), default)
-        return found
+        value: T = self._read(key, _KINDS.get(kind, kind), default)
+        return value
 
     def count(self, key: str, most: int, default: int | None = None, least: int = 1) -> int:
-        """A whole number up to `most`: what is beyond it no model has, and nobody can hold."""
+        """A whole number up to `most`: larger ones no model has, and no memory could hold."""
         count: int = self._read(key, Annotated[int, Meta(ge=least, le=most)], default)
         return count
 
     def values(self, key: str, kind: type[T], default: Sequence[T] | None = None) -> tuple[T, ...]:
         """A list of values of this kind."""
         item: Any = _KINDS.get(kind, kind)
-        found: tuple[T, ...] = self._read(key, tuple[item, ...], default)
-        return found
+        values: tuple[T, ...] = self._read(key, tuple[item, ...], default)
+        return values
 
     def items(self, key: str, default: Sequence[object] | None = None) -> tuple[object, ...]:
         """A list, whatever is in it."""
-        found: tuple[object, ...] = self._read(key, tuple[object, ...], default)
-        return found
+        items: tuple[object, ...] = self._read(key, tuple[object, ...], default)
+        return items
 
     def rows(self, key: str) -> tuple[tuple[float, ...], ...]:
         """A list of lists of numbers."""
-        found: tuple[tuple[float, ...], ...] = self._read(key, tuple[tuple[_FINITE, ...], ...])
-        return found
+        rows: tuple[tuple[float, ...], ...] = self._read(key, tuple[tuple[_FINITE, ...], ...])
+        return rows
 
     def section(self, key: str) -> "JsonFields":
         """An object; empty if the field is absent."""
@@ -117,7 +117,8 @@ class JsonFields:
         objects = self._read(key, tuple[dict[str, object], ...])
         where = f"{self._where}{key}"
         return tuple(
-            JsonFields(self.path, one, f"{where}[{index}].") for index, one in enumerate(objects)
+            JsonFields(self.path, section, f"{where}[{index}].")
+            for index, section in enumerate(objects)
         )
 
     def error(self, key: str, problem: str) -> CheckpointError:
@@ -150,13 +151,13 @@ def _read_text(path: Path, remedy: str, most: int) -> str:
 
 def _count_values(content: object) -> None:
     """Raise `ValueError` for too many values: a short text can name one list a billion times."""
-    left, waiting = _MOST_VALUES, [content]
+    num_left, waiting = _MOST_VALUES, [content]
     while waiting:
         one = waiting.pop()
         inner = (
             list(one.values()) if isinstance(one, dict) else one if isinstance(one, list) else []
         )
-        left -= 1 + len(inner)
-        if left < 0:
+        num_left -= 1 + len(inner)
+        if num_left < 0:
             raise ValueError(f"it holds more than {_MOST_VALUES} values")
         waiting += inner

@@ -14,7 +14,7 @@ from deft_policies.errors import CheckpointError
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
-ADAPTER_FOLDER = "lora_adapter"  # in which OFT's training puts it, beside its other files
+ADAPTER_FOLDER = "lora_adapter"  # in which OFT's training puts it, next to its other files
 _PREFIX = "base_model.model."
 _WRAPPER = re.compile(r"\.(modules_to_save|base_layer)(?=\.)")
 _MOST_REPEATS = 3  # of a pattern: matching takes a module's length to that power
@@ -72,7 +72,7 @@ class LoraAdapter:
         if name not in self._factors:
             return weight
         *factors, scale = self._factors[name]
-        down, up = (one.read(weight.device) for one in factors)
+        down, up = (factor.read(weight.device) for factor in factors)
         product = up.float().flatten(1) @ down.float().flatten(1)
         if down.dtype == weight.dtype:
             product = product.to(weight.dtype)
@@ -83,7 +83,7 @@ class LoraAdapter:
         if name in self._replaced:
             yield self._replaced[name].shape
         if name in self._factors:
-            down, up = (one.shape for one in self._factors[name][:2])
+            down, up = (factor.shape for factor in self._factors[name][:2])
             fits = len(up) == len(down) > 1 and up[1] == down[0] and not any(n > 1 for n in up[2:])
             yield (up[0], *down[1:]) if fits else ()
 
@@ -97,15 +97,15 @@ class LoraAdapter:
                 self._replaced[_WRAPPER.sub("", name)] = stored
             else:
                 sides.setdefault(match["module"], {})[match["side"]] = stored
-        lonely = [module for module, found in sides.items() if len(found) != 2]
+        lonely = [module for module, factors in sides.items() if len(factors) != 2]
         if lonely:
             raise CheckpointError(
                 f"{self._path} has only one of two factors for {list_names(lonely)}; save the "
                 "adapter again"
             )
         return {
-            f"{module}.weight": (found["A"], found["B"], _scale(fields, module))
-            for module, found in sides.items()
+            f"{module}.weight": (factors["A"], factors["B"], _scale(fields, module))
+            for module, factors in sides.items()
         }
 
 

@@ -50,7 +50,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_TIMEOUT_S = 10.0  # for a question, not for files
 _HUB_FILES = ("*.json", "*.yaml", "*.safetensors", "*.pt", "tokenizer.model")
 _GIB = 1024**3
-# Activations, key/value cache and what the libraries take beside the weights.
+# Activations, key/value cache and workspaces of libraries, besides the weights.
 _WORKING_SHARE = 0.05
 _WORKING_BYTES = 256 * 1024**2
 _MATRIX_BITS = {Quantization.INT8: 8, Quantization.INT4: 5, Quantization.FP8: 8}  # with scales
@@ -108,13 +108,13 @@ def locate_checkpoint(name: str, adapter: str | None = None) -> CheckpointSource
         )
     beside = directory / base
     try:
-        found = _locate(str(beside) if beside.is_dir() else base)
+        path = _locate(str(beside) if beside.is_dir() else base)
     except CheckpointError as error:
         raise CheckpointError(
             f"{overlay} is to be merged into {base}, which its {ADAPTER_CONFIG_FILE} names, but "
             f"{error}; or name both: --checkpoint BASE --adapter {directory}"
         ) from None
-    return CheckpointSource(base, found, overlay)
+    return CheckpointSource(base, path, overlay)
 
 
 def download_snapshot(hub_id: str, patterns: Sequence[str] = _HUB_FILES) -> Path:
@@ -159,8 +159,10 @@ def hub_bytes(hub_id: str) -> int:
             f"({reason})"
         ) from None
     files = info.siblings or []
-    wanted = [one for one in files if any(fnmatch(one.rfilename, form) for form in _HUB_FILES)]
-    return sum(one.size or 0 for one in wanted)
+    downloads = [
+        file for file in files if any(fnmatch(file.rfilename, form) for form in _HUB_FILES)
+    ]
+    return sum(entry.size or 0 for entry in downloads)
 
 
 def _locate(name: str) -> Path:
@@ -177,7 +179,7 @@ def _locate(name: str) -> Path:
     )
 
 
-# Buffers that older savers wrote beside the weights; they follow from the configuration.
+# Buffers that older versions saved with the weights; they follow from the configuration.
 _DERIVED = ".rotary_emb.inv_freq"
 
 
@@ -202,7 +204,7 @@ def open_source(source: CheckpointSource) -> Checkpoint:
     tokenizer = source.find(TOKENIZER_FILE)
     encoder = load_encoder(tokenizer, config.prompt_template, config.action_tokens.last + 1)
     stored = find_tensors(source.directory)
-    shapes = {name: one.shape for name, one in stored.items()}
+    shapes = {name: tensor.shape for name, tensor in stored.items()}
     check_tensors(source.directory, shapes, tensor_places(config))
     checkpoint = Checkpoint(source, config, encoder, stored)
     if source.overlay is None:
@@ -219,13 +221,13 @@ def check_tensors(
 
     Tensors that inference never uses may be missing.
     """
-    wanted = {
+    expected = {
         place.name: place.shape
         for place in places
         if place.parameter is not None or place.name in found
     }
     read = {name: shape for name, shape in found.items() if not name.endswith(_DERIVED)}
-    misfits = describe_misfits(wanted, read)
+    misfits = describe_misfits(expected, read)
     if misfits:
         raise CheckpointError(
             f"the tensors in {directory} do not fit its {CONFIG_FILE}: {misfits}; "
@@ -264,7 +266,7 @@ def fill_network(
 ) -> None:
     """Read the weights of a network that is laid out on the meta device, part by part."""
     parts = list(_parts(network))
-    sizes = [sum(one.numel() for one in part.parameters()) for _, part in parts]
+    sizes = [sum(parameter.numel() for parameter in part.parameters()) for _, part in parts]
     for number, (prefix, part) in enumerate(parts):
         doing("reading the weights", sum(sizes[:number]) / sum(sizes))
         allocate(part, device)

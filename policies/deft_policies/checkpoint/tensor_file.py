@@ -119,19 +119,29 @@ def _map_pickle(path: Path) -> dict[str, MappedTensor]:
         raise CheckpointError(
             f"{path} is no file of torch.save as it has been since torch 1.6 ({error}); {_DOWNLOAD}"
         ) from None
-    program = sum(one.file_size for one in entries if one.filename.endswith(".pkl"))
-    if program > _MOST_PROGRAM or any(one.compress_type != zipfile.ZIP_STORED for one in entries):
+    program = sum(entry.file_size for entry in entries if entry.filename.endswith(".pkl"))
+    if program > _MOST_PROGRAM or any(
+        entry.compress_type != zipfile.ZIP_STORED for entry in entries
+    ):
         raise CheckpointError(
             f"{path} is packed, or says of {program} bytes that they only name tensors, which "
             "torch.save never writes"
         )
     tensors = _load_file(path, is_mapped=True)
-    for name, one in tensors.items():
-        if not one.is_floating_point() or one.device.type != "cpu" or one.layout != torch.strided:
+    for name, tensor in tensors.items():
+        if (
+            not tensor.is_floating_point()
+            or tensor.device.type != "cpu"
+            or tensor.layout != torch.strided
+        ):
             raise CheckpointError(
-                f"{path}: {name} is {one.dtype}, {one.layout} on {one.device}, expected numbers"
+                f"{path}: {name} is {tensor.dtype}, {tensor.layout} on {tensor.device}, expected "
+                "numbers"
             )
-    return {name: MappedTensor(path, name, tuple(one.shape), one) for name, one in tensors.items()}
+    return {
+        name: MappedTensor(path, name, tuple(tensor.shape), tensor)
+        for name, tensor in tensors.items()
+    }
 
 
 def _open(path: Path) -> Any:
@@ -170,29 +180,31 @@ def _read_sharded(index: Path) -> dict[str, StoredTensor]:
 def list_names(names: Iterable[str]) -> str:
     """Names for an error of one line: the first few, and how many more there are."""
     ordered = sorted(names)
-    shown, others = ordered[:_MOST_NAMES], ordered[_MOST_NAMES:]
-    return ", ".join(shown) + (f" and {len(others)} more" if others else "")
+    shown, hidden = ordered[:_MOST_NAMES], ordered[_MOST_NAMES:]
+    return ", ".join(shown) + (f" and {len(hidden)} more" if hidden else "")
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
     """Shapes by name."""
-    return {name: tuple(one.shape) for name, one in tensors.items()}
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def describe_misfits(wanted: Mapping[str, Shape], found: Mapping[str, Shape]) -> str:
+def describe_misfits(expected: Mapping[str, Shape], found: Mapping[str, Shape]) -> str:
     """How tensors differ from those that are wanted, in words; empty where they do not."""
-    shared = [name for name in wanted if name in found]
+    shared = [name for name in expected if name in found]
     misfits = {
-        "missing": wanted.keys() - found.keys(),
-        "unexpected": found.keys() - wanted.keys(),
+        "missing": expected.keys() - found.keys(),
+        "unexpected": found.keys() - expected.keys(),
         "of the wrong shape": [
-            f"{name} {_say(found[name])} instead of {_say(wanted[name])}"
+            f"{name} {_say(found[name])} instead of {_say(expected[name])}"
             for name in shared
-            if found[name] != wanted[name]
+            if found[name] != expected[name]
         ],
     }
-    said = [f"{len(names)} {kind}: {list_names(names)}" for kind, names in misfits.items() if names]
-    return "; ".join(said)
+    sentences = [
+        f"{len(names)} {kind}: {list_names(names)}" for kind, names in misfits.items() if names
+    ]
+    return "; ".join(sentences)
 
 
 def _say(shape: Shape) -> str:
@@ -236,7 +248,7 @@ def _load_file(path: Path, is_mapped: bool = False) -> dict[str, Tensor]:
             f"{reason}"
         ) from error
     if not isinstance(loaded, dict) or not all(
-        isinstance(name, str) and isinstance(one, Tensor) for name, one in loaded.items()
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in loaded.items()
     ):
         raise CheckpointError(f"{path} must hold a flat dictionary of tensors")
     return loaded
@@ -261,10 +273,10 @@ def write_tensors(
     The library leaves files that only their owner can read, which a server in a container, run by
     another user, cannot load. Here they get the permissions of any new file.
     """
-    own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     path.touch()
     permissions = path.stat().st_mode
-    save_file(own, path, metadata=metadata)
+    save_file(contiguous, path, metadata=metadata)
     path.chmod(permissions)
 
 
@@ -276,10 +288,10 @@ def digest_weights(places: Sequence[Path], unwanted: Event | None = None) -> str
     `unwanted` is set: the threads keep a process alive as long as they work.
     """
     unwanted = unwanted or Event()
-    folders = [one for one in places if one.is_dir()]
-    found = {one for one in places if one.is_file()}
-    found |= {path for folder in folders for kind in _WEIGHTS for path in folder.glob(kind)}
-    files = sorted(found, key=lambda path: (path.name, path))
+    folders = [place for place in places if place.is_dir()]
+    paths = {place for place in places if place.is_file()}
+    paths |= {path for folder in folders for kind in _WEIGHTS for path in folder.glob(kind)}
+    files = sorted(paths, key=lambda path: (path.name, path))
     starts = [
         (path, start) for path in files for start in range(0, path.stat().st_size, _BLOCK_BYTES)
     ]
@@ -289,12 +301,12 @@ def digest_weights(places: Sequence[Path], unwanted: Event | None = None) -> str
 
 
 def _digest_block(unwanted: Event, path: Path, start: int) -> bytes:
-    digest, left = hashlib.sha256(), _BLOCK_BYTES
+    digest, num_left = hashlib.sha256(), _BLOCK_BYTES
     with path.open("rb") as file:
         file.seek(start)
-        while left and (read := file.read(min(left, _READ_BYTES))):
+        while num_left and (read := file.read(min(num_left, _READ_BYTES))):
             if unwanted.is_set():
                 raise CancelledError
             digest.update(read)
-            left -= len(read)
+            num_left -= len(read)
     return digest.digest()

@@ -39,7 +39,7 @@ class Case(Struct, frozen=True, forbid_unknown_fields=True):
     session_id: str | None = None
     cameras: dict[str, str] = {}
     max_tokens: int | None = None  # of an answer with reasoning
-    reasoning: bool | None = None  # think aloud; None: where the policy does so without being asked
+    reasoning: bool | None = None  # None: where the policy reasons without being asked
 
 
 def main(arguments: list[str]) -> int:
@@ -54,32 +54,34 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--input", type=Path, metavar="JSONL", help="lines with image, instruction")
     parser.add_argument("--output", type=Path, metavar="JSONL", help="default: standard output")
     parser.add_argument(
-        "--reasoning", action="store_true", help="think aloud, unless a line of --input says not to"
+        "--reasoning",
+        action="store_true",
+        help="reason before acting, unless a line of --input says not to",
     )
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="pictures per pass")
 
     def run() -> int:
         command = parse_command(parser, arguments)
-        given = command.namespace
-        if (given.input is None) == (given.instruction is None) or given.batch < 1:
+        flags = command.namespace
+        if (flags.input is None) == (flags.instruction is None) or flags.batch < 1:
             parser.error("give either IMAGE and INSTRUCTION, or --input; --batch must be 1 or more")
-        if given.input is None:
-            cases = [Case(given.instruction, str(given.image))]
+        if flags.input is None:
+            cases = [Case(flags.instruction, str(flags.image))]
         else:
-            cases = read_cases(given.input)
-        if given.reasoning:
-            cases = [structs.replace(one, reasoning=one.reasoning is not False) for one in cases]
+            cases = read_cases(flags.input)
+        if flags.reasoning:
+            cases = [structs.replace(case, reasoning=case.reasoning is not False) for case in cases]
         policy = command.load()
         if len(cases) > 1:
             policy.warm_up()  # so that the first line's times are like the others
-        if given.reasoning and policy.info.max_tokens is None:
+        if flags.reasoning and policy.info.max_tokens is None:
             raise PolicyError(f"--reasoning: {policy.info.policy} writes nothing but actions")
-        if given.input is None:
+        if flags.input is None:
             request = _request(cases[0], {}, policy)
             policy.check(request.observation, request.options)
-        to_file = None if given.output is None else given.output.open("w", encoding="utf-8")
+        to_file = None if flags.output is None else flags.output.open("w", encoding="utf-8")
         with to_file or nullcontext(sys.stdout) as output:
-            for line in answer_cases(policy, cases, given.batch):
+            for line in answer_cases(policy, cases, flags.batch):
                 output.write(line + "\n")
                 output.flush()
         return 0
@@ -122,7 +124,9 @@ def answer_cases(policy: Policy, cases: Sequence[Case], batch_size: int) -> Iter
     for batch in _batches(cases, batch_size):
         requests = [_request(case, memories, policy) for case in batch]
         refused = [_refusal(policy, request) for request in requests]
-        able = [one for one, reason in zip(requests, refused, strict=True) if reason is None]
+        able = [
+            request for request, reason in zip(requests, refused, strict=True) if reason is None
+        ]
         answers = iter(policy.act(able) if able else ())
         for case, reason in zip(batch, refused, strict=True):
             if reason is not None:
@@ -138,7 +142,7 @@ def _batches(cases: Sequence[Case], size: int) -> Iterator[list[Case]]:
     """So many cases at a time, but never two frames of one session."""
     batch: list[Case] = []
     for case in cases:
-        sessions = {one.session_id for one in batch} - {None}
+        sessions = {waiting.session_id for waiting in batch} - {None}
         if len(batch) == size or case.session_id in sessions:
             yield batch
             batch = []
@@ -206,14 +210,14 @@ def _read_case(line: str, where: str, folder: Path) -> Case:
     return structs.replace(
         case,
         image=None if case.image is None else _find_image(case.image, where, folder),
-        wrist_images=tuple(_find_image(one, where, folder) for one in case.wrist_images),
-        cameras={name: _find_image(one, where, folder) for name, one in case.cameras.items()},
+        wrist_images=tuple(_find_image(image, where, folder) for image in case.wrist_images),
+        cameras={name: _find_image(image, where, folder) for name, image in case.cameras.items()},
     )
 
 
 def _find_image(name: str, where: str, folder: Path) -> str:
     """Paths may be relative to the file that names them."""
-    found = next((path for path in (Path(name), folder / name) if path.exists()), None)
-    if found is None:
+    existing = next((path for path in (Path(name), folder / name) if path.exists()), None)
+    if existing is None:
         raise PolicyError(f"{where}: image {name} does not exist")
-    return str(found)
+    return str(existing)

@@ -19,13 +19,13 @@ def main(arguments: list[str]) -> int:
         prog=PROG,
         allow_abbrev=False,
         description="Rewrite the pickled files of an OFT fine-tune (head, state projector, towers) "
-        "as safetensors beside them, which are then read in their place.",
+        "as safetensors in the same folder, which are then read instead.",
     )
     parser.add_argument("directory", type=Path, help="the checkpoint's folder")
     directory: Path = parser.parse_args(arguments).directory
 
     def run() -> int:
-        found = [find_file(directory, one) for one in PARTS]
+        found = [find_file(directory, part) for part in PARTS]
         pickles = [path for path in found if path is not None and path.suffix == PICKLE_SUFFIX]
         if not pickles:
             raise CheckpointError(
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
 
 def _convert(path: Path) -> None:
     # Tensors may share memory in a pickle, in safetensors they may not.
-    tensors = {name: one.clone() for name, one in read_tensors(path).items()}
+    tensors = {name: tensor.clone() for name, tensor in read_tensors(path).items()}
     partial = path.with_suffix(".partial")
     write_tensors(tensors, partial)
     converted = partial.rename(path.with_suffix(SAFETENSORS_SUFFIX))

@@ -47,18 +47,18 @@ def load_by_words(name: str, *arguments: str) -> Policy:
     return entry.load(parser.parse_known_args(arguments)[0])
 
 
-def target_flags(given: Namespace, *leave_out: str) -> str:
+def target_flags(flags: Namespace, *leave_out: str) -> str:
     """The flags of a parsed command line that name the same policy in the next command."""
     parser = ArgumentParser(add_help=False)
     parser.add_argument("--policy", default=catalog.MODEL)
-    catalog.find(getattr(given, "policy", catalog.MODEL)).add_flags(parser.add_argument_group())
+    catalog.find(getattr(flags, "policy", catalog.MODEL)).add_flags(parser.add_argument_group())
     words: list[str] = []
     for action in parser._actions:
-        flag, value = action.option_strings[0], getattr(given, action.dest, action.default)
+        flag, value = action.option_strings[0], getattr(flags, action.dest, action.default)
         if value == action.default or flag in leave_out:
             continue
-        for one in value if isinstance(value, list) else [value]:
-            words += [flag] if action.nargs == 0 else [flag, str(one)]
+        for word in value if isinstance(value, list) else [value]:
+            words += [flag] if action.nargs == 0 else [flag, str(word)]
     return shlex.join(words)
 
 

@@ -1,1 +1,1 @@
-"""Deft beside a model's own code, on the same frames: `deft doctor --against`."""
+"""Deft compared with a model's own code, on the same frames: `deft doctor --against`."""

@@ -55,7 +55,7 @@ def compare_with_own_code(
     for frame in frames:
         policy.check(frame.observation, ActOptions(statistics_key=key))
     policy.warm_up()
-    found = {
+    versions = {
         method or "Deft": kit.ask_deft(policy, method, key, frames)
         for method in kit.methods_of(policy)
     }
@@ -72,10 +72,10 @@ def compare_with_own_code(
         report.own_row(own.answers),
         *(
             report.compare(_named(name), own.answers, answers, limits.high - limits.low)
-            for name, answers in found.items()
+            for name, answers in versions.items()
         ),
     ]
-    partings = _partings(command, own.answers, found, frames)
+    partings = _partings(command, own.answers, versions, frames)
     is_good, words = report.verdict(rows, partings, setup["dtype"] == "bfloat16")
     about |= {"own_code": dict(own.versions), "verdict": words, "is_equal": is_good}
     digest = report.write(path, about, rows, partings)
@@ -93,14 +93,18 @@ def read_frames(data: Path | None, cameras: Sequence[str]) -> list[ReplayFrame]:
         by_episode: dict[str, list[ReplayFrame]] = {}
         for frame in read_shipped():
             by_episode.setdefault(frame.episode, []).append(frame)
-        each = kit.NUM_FRAMES // len(by_episode)
-        return [one for some in by_episode.values() for one in some[::_STRIDE][:each]]
+        per_episode = kit.NUM_FRAMES // len(by_episode)
+        return [
+            frame
+            for of_episode in by_episode.values()
+            for frame in of_episode[::_STRIDE][:per_episode]
+        ]
     episodes = list(islice(read_dataset(data, cameras), _EPISODES))
-    each = -(-kit.NUM_FRAMES // max(len(episodes), 1))
+    per_episode = -(-kit.NUM_FRAMES // max(len(episodes), 1))
     frames = [
         ReplayFrame(step.observation, episode.name, step.statistics_key)
         for episode in episodes
-        for step in islice(episode.steps(), 0, each * _STRIDE, _STRIDE)
+        for step in islice(episode.steps(), 0, per_episode * _STRIDE, _STRIDE)
     ]
     if not frames:
         raise PolicyError(f"{data}: none of its episodes has a step")

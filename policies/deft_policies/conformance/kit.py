@@ -73,13 +73,15 @@ class _ReadyLine:
 
 
 def choose_frames(model: Model, frames: Sequence[ReplayFrame]) -> list[ReplayFrame]:
-    """Complete shipped frames by what the model reads beside a picture and an instruction.
+    """Complete shipped frames by what the model reads besides a picture and an instruction.
 
     Every further camera shows another frame, so that exchanged cameras show; states are made up.
     """
-    found = []
+    chosen = []
     for at, frame in enumerate(frames):
-        others = (frames[(at + 7 * (one + 1)) % len(frames)] for one in range(model.num_pictures))
+        others = (
+            frames[(at + 7 * (picture + 1)) % len(frames)] for picture in range(model.num_pictures)
+        )
         cameras = {
             name: other.observation.image
             for name, other in zip(model.camera_names, others, strict=False)
@@ -88,8 +90,8 @@ def choose_frames(model: Model, frames: Sequence[ReplayFrame]) -> list[ReplayFra
         if model.state_dim is not None:
             state = (0.3 * np.sin(at + np.arange(model.state_dim))).astype(np.float32)
         seen = replace(frame.observation, cameras=cameras, state=state)
-        found.append(replace(frame, observation=seen))
-    return found
+        chosen.append(replace(frame, observation=seen))
+    return chosen
 
 
 def look_at(python: str, family: str) -> None:
@@ -181,15 +183,15 @@ def logits_behind(
     model = policy.model
     (spec, *_) = model.specs.values()
     columns = {token: column for column, token in enumerate(spec.ids)}
-    given = [columns[one] for one in tokens] if columns else list(tokens)
+    forced = [columns[token] for token in tokens] if columns else list(tokens)
     with torch.inference_mode():
         (prompt,) = model.see([observation], StageClock(model.device))
         # A pass for each given token and one behind the last, whatever that one is given.
-        found = model.target.logits_along(prompt, 0, [*given, 0])[-1].float().cpu().numpy()
+        logits = model.target.logits_along(prompt, 0, [*forced, 0])[-1].float().cpu().numpy()
     if not columns:
-        return np.asarray(found, np.float32)
+        return np.asarray(logits, np.float32)
     spread = np.full(max(columns) + 1, np.nan, np.float32)
-    spread[list(spec.ids)] = found[: len(spec.ids)]
+    spread[list(spec.ids)] = logits[: len(spec.ids)]
     return spread
 
 
@@ -209,7 +211,7 @@ def frame_line(model: Model, observation: Observation) -> dict[str, Any]:
     return {
         "instruction": observation.instruction,
         "cameras": names[: len(pictures)],
-        "pictures": [_shown(one) for one in pictures],
+        "pictures": [_shown(picture) for picture in pictures],
         "state": None if state is None else _shown(np.asarray(state, np.float32)),
     }
 

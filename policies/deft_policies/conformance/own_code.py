@@ -66,9 +66,9 @@ class GenerateWatch:
 
     def _watched(self, *args: Any, **kwargs: Any) -> Any:
         prompt = args[0] if args else kwargs["input_ids"]
-        found = self._generate(*args, **kwargs)
-        self.tokens = [int(one) for one in found[0, prompt.shape[1] :]]
-        return found
+        output = self._generate(*args, **kwargs)
+        self.tokens = [int(token) for token in output[0, prompt.shape[1] :]]
+        return output
 
 
 def _dtype(setup: dict[str, Any]) -> Any:
@@ -133,16 +133,16 @@ class OpenVla:
 
     def prompt(self, instruction: str) -> str:
         """As its eval scripts write it."""
-        asked = f"What action should the robot take to {instruction.lower()}?"
+        question = f"What action should the robot take to {instruction.lower()}?"
         if "openvla-v01" in self.setup["checkpoint"]:
-            return f"{_VICUNA} USER: {asked} ASSISTANT:"
-        return f"In: {asked}\nOut:"
+            return f"{_VICUNA} USER: {question} ASSISTANT:"
+        return f"In: {question}\nOut:"
 
     def inputs(self, frame: dict[str, Any]) -> Any:
         """Ids and pixels, where the model is."""
         picture = _picture(frame["pictures"][0])
-        found = self.processor(self.prompt(frame["instruction"]), picture)
-        return found.to(self.setup["device"], dtype=_dtype(self.setup))
+        batch = self.processor(self.prompt(frame["instruction"]), picture)
+        return batch.to(self.setup["device"], dtype=_dtype(self.setup))
 
     def answer(self, frame: dict[str, Any]) -> tuple[Any, Any]:
         """Tokens and actions [step, action_dim]."""
@@ -160,18 +160,18 @@ class Ecot(OpenVla):
 
     def prompt(self, instruction: str) -> str:
         """As ECoT writes it for this language model."""
-        asked = f"What action should the robot take to {instruction.lower()}?"
+        question = f"What action should the robot take to {instruction.lower()}?"
         if self.setup["prompt"] == "in-out":
-            return f"In: {asked}\nOut: TASK:"
-        return f"{_VICUNA} USER: {asked} ASSISTANT: TASK:"
+            return f"In: {question}\nOut: TASK:"
+        return f"{_VICUNA} USER: {question} ASSISTANT: TASK:"
 
     def answer(self, frame: dict[str, Any]) -> tuple[Any, Any]:
         """Tokens, the end included, and the action where there is one."""
         import numpy as np
 
         key, model = self.setup["statistics_key"], self.model
-        most = self.setup["max_tokens"]
-        model.generate(**self.inputs(frame), do_sample=False, max_new_tokens=most)
+        limit = self.setup["max_tokens"]
+        model.generate(**self.inputs(frame), do_sample=False, max_new_tokens=limit)
         tokens = self.written.tokens
         if tokens[-1:] != [self.model.generation_config.eos_token_id]:
             return tokens, None
@@ -201,7 +201,7 @@ class Oft:
         own = self.own = importlib.import_module("experiments.robot.openvla_utils")
         folder = _writable_copy(setup["checkpoint"])
         names = os.listdir(folder)
-        has_head = any("action_head" in one for one in names)
+        has_head = any("action_head" in name for name in names)
         self.config = SimpleNamespace(
             model_family="openvla",
             pretrained_checkpoint=folder,
@@ -209,9 +209,9 @@ class Oft:
             use_diffusion=False,
             num_diffusion_steps_train=50,
             num_diffusion_steps_inference=50,
-            use_film=any("vision_backbone" in one for one in names),
+            use_film=any("vision_backbone" in name for name in names),
             num_images_in_input=setup["num_pictures"],
-            use_proprio=has_head and any("proprio_projector" in one for one in names),
+            use_proprio=has_head and any("proprio_projector" in name for name in names),
             center_crop=setup["crops"],
             lora_rank=32,
             unnorm_key=setup["statistics_key"],
@@ -289,14 +289,14 @@ class Vla0:
             cfg=self.chain_config, sample={"rgb": rgb}, sample_cam_list=cameras, eval=True
         )
         with torch.no_grad():
-            found = self.actor(
+            output = self.actor(
                 rgb=torch.as_tensor(seen["rgb"], dtype=torch.float32, device=self.device)[None],
                 instr=[frame["instruction"]],
                 get_loss=False,
                 get_action=True,
                 generate_temperature=0,
             )
-        return self.written.tokens, found["out_ori_act"][0].double().cpu().numpy()
+        return self.written.tokens, output["out_ori_act"][0].double().cpu().numpy()
 
 
 class NoraModel:
@@ -335,10 +335,10 @@ class QwenFast:
     def answer(self, frame: dict[str, Any]) -> tuple[Any, Any]:
         """Tokens, the end included, and what the codes are read as, whatever they say."""
         # Its clients bring pictures to this size, by PIL's bilinear filter.
-        images = [_picture(one).resize((224, 224), 2) for one in frame["pictures"]]
+        images = [_picture(picture).resize((224, 224), 2) for picture in frame["pictures"]]
         example = {"image": images, "lang": frame["instruction"]}
-        found = self.server.predict_action([example], unnorm_key=self.key)
-        return self.written.tokens, found["actions"][0]
+        output = self.server.predict_action([example], unnorm_key=self.key)
+        return self.written.tokens, output["actions"][0]
 
 
 class Pi0Fast:
@@ -374,14 +374,14 @@ class Pi0Fast:
         import torch
 
         batch: dict[str, Any] = {
-            f"observation.images.{name}": torch.from_numpy(one).permute(2, 0, 1).float() / 255
-            for name, one in zip(frame["cameras"], frame["pictures"])  # noqa: B905
+            f"observation.images.{name}": torch.from_numpy(picture).permute(2, 0, 1).float() / 255
+            for name, picture in zip(frame["cameras"], frame["pictures"])  # noqa: B905
         }
         batch["observation.state"] = torch.from_numpy(frame["state"]).float()
         batch["task"] = frame["instruction"]
         with torch.inference_mode():
             actions = self.after(self.policy.predict_action_chunk(self.before(batch)))
-        tokens = [int(one) for one in self._tokens[0]]
+        tokens = [int(token) for token in self._tokens[0]]
         if self._end in tokens:
             tokens = tokens[: tokens.index(self._end) + 1]
         return tokens, actions[0].double().cpu().numpy()
@@ -406,16 +406,16 @@ def _weights_of(folder: str) -> str:
     """The newest weights of a run's folder, or the file that is named."""
     if os.path.isfile(folder):
         return folder
-    found = [
-        os.path.join(place, name)
-        for place, _, names in os.walk(folder)
+    paths = [
+        os.path.join(root, name)
+        for root, _, names in os.walk(folder)
         for name in names
-        if os.path.basename(place) in ("checkpoints", "final_model")
+        if os.path.basename(root) in ("checkpoints", "final_model")
         and name.endswith((".pt", ".safetensors"))
     ]
-    if not found:
+    if not paths:
         raise FileNotFoundError(f"{folder}: no checkpoints/*.pt or *.safetensors")
-    return max(found, key=os.path.getmtime)
+    return max(paths, key=os.path.getmtime)
 
 
 def _writable_copy(folder: str) -> str:
@@ -441,7 +441,7 @@ def _array(shown: dict[str, Any]) -> Any:
 
 def _read_frame(line: dict[str, Any]) -> dict[str, Any]:
     state = None if line["state"] is None else _array(line["state"])
-    return {**line, "pictures": [_array(one) for one in line["pictures"]], "state": state}
+    return {**line, "pictures": [_array(picture) for picture in line["pictures"]], "state": state}
 
 
 def _missing(family: str) -> list[str]:
@@ -450,13 +450,13 @@ def _missing(family: str) -> list[str]:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": sys.version.split()[0]}
+    versions = {"python": sys.version.split()[0]}
     for name in _PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _finish(device: str) -> None:
@@ -470,9 +470,9 @@ def _finish(device: str) -> None:
 def main() -> None:
     """Load what the first line asks for, then answer frames until there are no more."""
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what the model's code prints must not stand among the answers
+    os.dup2(2, 1)  # what the model's code prints must not get among the answers
     here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [one for one in sys.path if os.path.abspath(one or ".") != here]
+    sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder or ".") != here]
 
     def say(value: dict[str, Any]) -> None:
         channel.write(json.dumps(value) + "\n")

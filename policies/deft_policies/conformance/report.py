@@ -36,7 +36,7 @@ class Answer:
     tokens: tuple[int, ...] | None = None  # None where the code keeps them to itself
     actions: NDArray[np.float64] | None = None  # [step, action_dim]; None where there is none
     logits: NDArray[np.float32] | None = None  # [token], of the first step
-    passes: int | None = None  # runs of the model; None where nobody counts them
+    passes: int | None = None  # runs of the model; None where they are not counted
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def compare(
         and one.actions.shape == other.actions.shape
         and one.tokens in (None, other.tokens)
     ]
-    shares = [one / np.maximum(action_range, 1e-9) for one in apart]
+    shares = [distance / np.maximum(action_range, 1e-9) for distance in apart]
     logits = [
         float(np.nanmax(np.abs(one.logits[:shared] - other.logits[:shared])))
         for one, other in pairs
@@ -94,7 +94,7 @@ def compare(
     return Row(
         name=name,
         num_frames=len(pairs),
-        ms=float(np.mean([one.ms for one in deft])),
+        ms=float(np.mean([answer.ms for answer in deft])),
         passes=_mean_passes(deft),
         equal_tokens=sum(tokens) if tokens else None,
         num_actions=len(apart),
@@ -106,7 +106,7 @@ def compare(
 
 def own_row(own: Sequence[Answer]) -> Row:
     """What the model's own code took."""
-    ms = float(np.mean([one.ms for one in own]))
+    ms = float(np.mean([answer.ms for answer in own]))
     return Row(OWN_CODE, len(own), ms, _mean_passes(own))
 
 
@@ -127,7 +127,7 @@ def verdict(
 ) -> tuple[bool, str]:
     """Whether Deft answers as the model's own code does, and in words."""
     deft = [row for row in rows if row.name != OWN_CODE]
-    beyond = [one for one in partings if not one.is_near_tie]
+    beyond = [parting for parting in partings if not parting.is_near_tie]
     if beyond:
         first = beyond[0]
         return False, (
@@ -136,49 +136,49 @@ def verdict(
             f"{first.deft} by {first.method}"
         )
     has_tokens = all(row.equal_tokens is not None for row in deft)
-    most = _ROUNDING_OF_BFLOAT16_HEAD if is_bfloat16 and not has_tokens else _ROUNDING
+    bound = _ROUNDING_OF_BFLOAT16_HEAD if is_bfloat16 and not has_tokens else _ROUNDING
     worst = max((row.actions_apart_share or 0.0 for row in deft), default=0.0)
-    if worst > most:
+    if worst > bound:
         return False, (
-            f"actions differ by up to {worst:.2%} of their range, and rounding explains {most:.2%}"
+            f"actions differ by up to {worst:.2%} of their range, and rounding explains {bound:.2%}"
         )
     if not any(row.num_actions for row in deft):
         return False, "no frame was answered with an action by both, so nothing is shown"
     if partings:
         return True, f"equal but for {len(partings)} near ties"
     if not has_tokens:
-        return True, f"actions are equal within {most:.2%} of their range"
+        return True, f"actions are equal within {bound:.2%} of their range"
     return True, "every token is equal"
 
 
 def render(rows: Sequence[Row], partings: Sequence[Parting]) -> str:
     """A table, and below it a line for each answer that parts."""
     columns = (
-        Column[Row]("answered by", lambda one: one.name),
+        Column[Row]("answered by", lambda row: row.name),
         Column[Row]("equal tokens", _share, "frames in which every token is that of the own code"),
         Column[Row](
             "actions apart",
-            lambda one: _number(one.actions_apart),
+            lambda row: _number(row.actions_apart),
             "the greatest difference of any number, in robot units, where tokens are equal",
         ),
         Column[Row](
             "logits apart",
-            lambda one: _number(one.logits_apart),
+            lambda row: _number(row.logits_apart),
             "the greatest difference of any token's logit at the first step",
         ),
         Column[Row](
             "passes",
-            lambda one: NOTHING if one.passes is None else f"{one.passes:.2f}",
+            lambda row: NOTHING if row.passes is None else f"{row.passes:.2f}",
             "runs of the model for an answer, the prefill included",
         ),
-        Column[Row]("ms", lambda one: f"{one.ms:.1f}", "mean of an answer, frame in, action out"),
+        Column[Row]("ms", lambda row: f"{row.ms:.1f}", "mean of an answer, frame in, action out"),
     )
     lines = [
-        f"{one.method}: frame {one.frame} token {one.position}: {_token(one.own)} by {OWN_CODE}, "
-        f"{_token(one.deft)} by Deft"
-        + ("" if one.margin is None else f", {one.margin:.6f} between their logits")
-        + (": a near tie" if one.is_near_tie else "")
-        for one in partings
+        f"{parting.method}: frame {parting.frame} token {parting.position}: "
+        f"{_token(parting.own)} by {OWN_CODE}, {_token(parting.deft)} by Deft"
+        + ("" if parting.margin is None else f", {parting.margin:.6f} between their logits")
+        + (": a near tie" if parting.is_near_tie else "")
+        for parting in partings
     ]
     return "\n".join([column_table(columns, rows, aligned=True).rstrip(), *lines])
 
@@ -188,8 +188,8 @@ def write(path: Path, content: Mapping[str, Any], rows: Sequence[Row], partings:
     filled = {
         "format": FORMAT,
         **content,
-        "rows": [asdict(one) for one in rows],
-        "partings": [asdict(one) for one in partings],
+        "rows": [asdict(row) for row in rows],
+        "partings": [asdict(parting) for parting in partings],
     }
     digest = digest_of(filled)
     text = json.dumps({**filled, _DIGEST: digest}, indent=2, ensure_ascii=False) + "\n"
@@ -213,10 +213,10 @@ def read(path: Path) -> dict[str, Any]:
         raise PolicyError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise PolicyError(f"{path} is no report of `deft doctor --against`")
-    if content.get(_DIGEST) != (found := digest_of(content)):
+    if content.get(_DIGEST) != (digest := digest_of(content)):
         raise PolicyError(
             f"{path} was changed after it was written: its digest is {content.get(_DIGEST)}, that "
-            f"of its content {found}"
+            f"of its content {digest}"
         )
     return content
 
@@ -239,14 +239,14 @@ def commit_of(folder: Path) -> str:
 
     def git(*words: str) -> str | None:
         try:
-            found = subprocess.run(
+            process = subprocess.run(
                 ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=20
             )
         except (OSError, subprocess.TimeoutExpired):
             return None
-        return found.stdout.strip() if found.returncode == 0 else None
+        return process.stdout.strip() if process.returncode == 0 else None
 
-    # An installed package may lie in somebody else's repository, which does not track it.
+    # An installed package may lie in another project's repository, which does not track it.
     if not git("ls-files", "--", "__init__.py"):
         return ""
     changed = git("status", "--porcelain", "--untracked-files=no")
@@ -254,16 +254,16 @@ def commit_of(folder: Path) -> str:
 
 
 def _mean_passes(answers: Sequence[Answer]) -> float | None:
-    counted = [one.passes for one in answers if one.passes is not None]
+    counted = [answer.passes for answer in answers if answer.passes is not None]
     return float(np.mean(counted)) if counted else None
 
 
 def _greatest(found: Sequence[NDArray[np.float64]]) -> float | None:
-    return max((float(one.max()) for one in found), default=None)
+    return max((float(distance.max()) for distance in found), default=None)
 
 
-def _share(one: Row) -> str:
-    return NOTHING if one.equal_tokens is None else f"{one.equal_tokens} of {one.num_frames}"
+def _share(row: Row) -> str:
+    return NOTHING if row.equal_tokens is None else f"{row.equal_tokens} of {row.num_frames}"
 
 
 def _number(value: float | None) -> str:

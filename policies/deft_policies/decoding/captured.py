@@ -62,7 +62,7 @@ assert WIDTHS[-1] <= MOST_DEEP
 
 def bucket(width: int, widths: Items[int] = WIDTHS) -> int:
     """The captured width that one of so many nodes is padded to."""
-    return next(one for one in widths if one >= width)
+    return next(captured for captured in widths if captured >= width)
 
 
 def riders_of(widest: int) -> list[int]:
@@ -71,7 +71,7 @@ def riders_of(widest: int) -> list[int]:
     No more than a pass has nodes: scores and slots have room for that.
     """
     most = bucket(widest)
-    return [*(one for one in _RIDERS if one < most), most]
+    return [*(riders for riders in _RIDERS if riders < most), most]
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def shapes_of(reserve: Reserve, widest: int, keeps_hidden: bool) -> list[Shape]:
     A head reads the hidden states of prompts. Without one a rule may, which is rare: its prefills
     are captured with the most riders alone.
     """
-    widths = [one for one in WIDTHS if one <= bucket(widest)]
+    widths = [size for size in WIDTHS if size <= bucket(widest)]
     passes = [Shape(rows, width) for rows in reserve.batches for width in widths]
     riders = riders_of(widest)
     prefills = [
@@ -130,7 +130,7 @@ class Layout:
         return (NARROW + bucket(self.widest)) * self.num_slots
 
     def bytes_of(self, sizes: LlamaSizes, itemsize: int, num_graphs: int) -> dict[str, int]:
-        """What is set aside beside weights of `itemsize` bytes a number, by what it is for."""
+        """Bytes that are allocated besides weights of `itemsize` bytes a number, by purpose."""
         token = 2 * sizes.num_layers * sizes.num_kv_heads * sizes.head_dim * itemsize
         scores = sizes.vocabulary * 4 + sizes.width * itemsize + 20
         prompts = 2 * self.num_positions * sizes.width * itemsize
@@ -228,7 +228,7 @@ class CapturedPasses:
             self.best = torch.zeros(num_nodes, dtype=torch.int64, device=weight.device)
             self.sums = torch.zeros(num_nodes, device=weight.device)
             self.answers = torch.zeros(num_nodes, dtype=torch.int64, device=weight.device)
-            # With those of other layers in front; None where nobody reads them.
+            # With those of other layers in front; None where they are not read.
             self.states: Tensor | None = None
             self.prompt_states: Tensor | None = None
             if num_layers := len(passes.read_layers):
@@ -244,11 +244,11 @@ class CapturedPasses:
         narrow = [row for row in rows if row.tree.num_nodes <= NARROW]
         wide = [row for row in rows if row.tree.num_nodes > NARROW]
         first: dict[int, int] = {}
-        for some, at in ((narrow, 0), (wide, NARROW * self.num_slots)):
-            if some:
-                width = bucket(max(row.tree.num_nodes for row in some))
-                self._run_pass(some, width, at)
-                first |= {row.slot: at + row.slot * width for row in some}
+        for group, at in ((narrow, 0), (wide, NARROW * self.num_slots)):
+            if group:
+                width = bucket(max(row.tree.num_nodes for row in group))
+                self._run_pass(group, width, at)
+                first |= {row.slot: at + row.slot * width for row in group}
         return [first[row.slot] for row in rows]
 
     def _run_pass(self, rows: Items[PassRow], width: int, at: int) -> None:
@@ -289,9 +289,9 @@ class CapturedPasses:
         if width == 1:  # a token that the host has not read is that of the last such pass
             tokens = torch.where(tokens == UNREAD, self.best[:num_rows, None], tokens)
         embeds = self._decoder.embedding(tokens)
-        places = tree_positions(roots, width)
+        cache_positions = tree_positions(roots, width)
         attention: FusedAttention | Attention | None
-        attention = self._fused(rows, embeds, roots[:, None] + rows.depths, places)
+        attention = self._fused(rows, embeds, roots[:, None] + rows.depths, cache_positions)
         if attention is None:
             seen = tree_mask(roots, rows.ancestors, self.cache.num_positions)
             strips = self.cache.data[:, :num_rows].transpose(2, 3)
@@ -300,18 +300,18 @@ class CapturedPasses:
                 targets=self.cache.flat.unbind(0),
                 keys=strips[:, :, :num_heads].unbind(0),
                 values=strips[:, :, num_heads:].unbind(0),
-                index=self._index(rows, places),
+                index=self._index(rows, cache_positions),
             )
             positions = roots[:, None] + rows.depths
             attention = self._plain(embeds, positions, window, seen)
         states: list[Tensor] = []
         hidden = self._passes.run(embeds.flatten(0, 1), attention, states=states)
-        here = slice(at, at + num_rows * width)
-        self._write(here, hidden)
+        nodes = slice(at, at + num_rows * width)
+        self._write(nodes, hidden)
         if self.states is not None:
-            torch.cat([*states, hidden], dim=1, out=self.states[here])
+            torch.cat([*states, hidden], dim=1, out=self.states[nodes])
         answers = rows.header(ANSWER)[:, None]
-        self.answers[here].view(num_rows, width).copy_(answers.expand(-1, width))
+        self.answers[nodes].view(num_rows, width).copy_(answers.expand(-1, width))
         return ()
 
     def run_prefill(self, row: PassRow) -> Tensor | None:
@@ -350,15 +350,15 @@ class CapturedPasses:
         if riders:
             embeds = torch.cat((embeds, self._decoder.embedding(rows.tokens[:, 1:])), dim=1)
             embeds = take_rows(embeds, sources)
-        num_places = length + riders
-        places = torch.arange(num_places, device=embeds.device)[None]
+        num_positions = length + riders
+        cache_positions = torch.arange(num_positions, device=embeds.device)[None]
         last: FusedAttention | Attention | None = None
         attention: FusedAttention | Attention | None
-        attention = fused = self._fused(rows, embeds, positions, places, is_prefill=True)
+        attention = fused = self._fused(rows, embeds, positions, cache_positions, is_prefill=True)
         if fused is None:
             two_way, slots = rows.header(TWO_WAY), rows.header(SLOT)
-            seen = prefill_mask(nodes, rows.ancestors, num_places, two_way)
-            window = self.cache.open_at(slots, places, num_places)
+            seen = prefill_mask(nodes, rows.ancestors, num_positions, two_way)
+            window = self.cache.open_at(slots, cache_positions, num_positions)
             attention = plain = self._plain(embeds, positions, window, seen)
             if not keeps_hidden:
                 last = plain.of_rows_out(nodes)
@@ -367,29 +367,29 @@ class CapturedPasses:
         assert attention is not None
         states: list[Tensor] = []
         hidden = self._passes.run(embeds.flatten(0, 1), attention, last, states)
-        every = None if self.states is None else torch.cat([*states, hidden], dim=1)
+        all_states = None if self.states is None else torch.cat([*states, hidden], dim=1)
         if keeps_hidden:
-            self.prompt[:num_places].copy_(hidden)
+            self.prompt[:num_positions].copy_(hidden)
             hidden = hidden[nodes[0]]
-            if self.prompt_states is not None and every is not None:
-                self.prompt_states[:num_places].copy_(every)
-                every = every[nodes[0]]
+            if self.prompt_states is not None and all_states is not None:
+                self.prompt_states[:num_positions].copy_(all_states)
+                all_states = all_states[nodes[0]]
         self._write(slice(0, width), hidden)
-        if self.states is not None and every is not None:
-            self.states[:width].copy_(every)
+        if self.states is not None and all_states is not None:
+            self.states[:width].copy_(all_states)
         self.answers[:width].copy_(rows.header(ANSWER).expand(width))
         return ()
 
-    def _index(self, rows: _Rows, places: Tensor) -> Tensor:
+    def _index(self, rows: _Rows, cache_positions: Tensor) -> Tensor:
         """Where tokens at `places` [row, token] lie among all positions of all slots."""
-        return (rows.header(SLOT)[:, None] * self.cache.num_positions + places).flatten()
+        return (rows.header(SLOT)[:, None] * self.cache.num_positions + cache_positions).flatten()
 
     def _fused(
         self,
         rows: _Rows,
         embeds: Tensor,
         positions: Tensor,
-        places: Tensor,
+        cache_positions: Tensor,
         is_prefill: bool = False,
     ) -> FusedAttention | None:
         """The attention of tokens at rotary `positions` that are written to `places`.
@@ -401,7 +401,7 @@ class CapturedPasses:
             return None
         cos, sin = self._decoder.rotary(positions, embeds)
         rotation = cos.reshape(-1, sizes.head_dim), sin.reshape(-1, sizes.head_dim)
-        index, data = self._index(rows, places), self.cache.data
+        index, data = self._index(rows, cache_positions), self.cache.data
         return FusedAttention(
             sizes, kernels, rotation, data, index, rows.numbers, rows.width, is_prefill
         )
@@ -414,13 +414,13 @@ class CapturedPasses:
         mask = added_mask(seen, embeds.dtype)
         return Attention(self._decoder.sizes, cos, sin, mask, window=window)
 
-    def _write(self, here: slice, hidden: Tensor) -> None:
+    def _write(self, nodes: slice, hidden: Tensor) -> None:
         """Write the scores of nodes."""
         logits = self._logits(hidden)
-        self.hidden[here].copy_(hidden)
-        self.logits[here].copy_(logits)
-        self.best[here].copy_(first_maximum(logits))
-        self.sums[here].copy_(logits.sum(dim=1))
+        self.hidden[nodes].copy_(hidden)
+        self.logits[nodes].copy_(logits)
+        self.best[nodes].copy_(first_maximum(logits))
+        self.sums[nodes].copy_(logits.sum(dim=1))
 
     def capture(self) -> None:
         """Capture every pass and prefill, none of which anybody waits for."""
@@ -459,9 +459,9 @@ _BLANK = DraftTree.of_committed([0])
 @lru_cache(maxsize=16)
 def _blank(width: int, behind: int) -> NDArray[np.int64]:
     """The numbers of a row without an answer, whose nodes are written to position `behind`."""
-    found = np.zeros(NUM_HEADER + width * (2 + words_of(width)), np.int64)
-    _encode(found, (behind, 0, 0, 0, 0), _BLANK, width, -behind)
-    return found
+    numbers = np.zeros(NUM_HEADER + width * (2 + words_of(width)), np.int64)
+    _encode(numbers, (behind, 0, 0, 0, 0), _BLANK, width, -behind)
+    return numbers
 
 
 def _encode(
@@ -471,13 +471,13 @@ def _encode(
     num_nodes, num_words, parents = tree.num_nodes, words_of(width), tree.parents
     out[:NUM_HEADER] = header
     tokens = out[NUM_HEADER : NUM_HEADER + width]
-    places = out[NUM_HEADER + width : NUM_HEADER + 2 * width]
+    node_depths = out[NUM_HEADER + width : NUM_HEADER + 2 * width]
     of_nodes = out[NUM_HEADER + 2 * width :].reshape(width, num_words)
     tokens[:num_nodes], tokens[num_nodes:] = tree.tokens, 0
-    places[num_nodes:] = offset + 1  # of nodes that pad
+    node_depths[num_nodes:] = offset + 1  # of nodes that pad
     of_nodes[num_nodes:] = _padding(width)[num_nodes:]
     if tree.is_chain:
-        places[:num_nodes] = range(offset, offset + num_nodes)
+        node_depths[:num_nodes] = range(offset, offset + num_nodes)
         of_nodes[:num_nodes] = _chain(width)[:num_nodes]
         return
     depths, ancestors = [offset], [1]
@@ -485,13 +485,13 @@ def _encode(
         parent = parents[node]
         depths.append(depths[parent] + 1)
         ancestors.append(ancestors[parent] | 1 << node)
-    places[:num_nodes] = depths
+    node_depths[:num_nodes] = depths
     of_nodes[:num_nodes] = _words(ancestors, num_words)
 
 
 def _words(ancestors: list[int], num_words: int) -> NDArray[np.int64]:
     """An integer of ancestors for each node as [node, word]."""
-    encoded = b"".join([one.to_bytes(8 * num_words, "little") for one in ancestors])
+    encoded = b"".join([ancestor.to_bytes(8 * num_words, "little") for ancestor in ancestors])
     return np.frombuffer(encoded, "<i8").reshape(len(ancestors), num_words)
 
 

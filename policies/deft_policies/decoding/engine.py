@@ -134,14 +134,14 @@ class Engine:
 
     def _draft(self, active: list[Sequence]) -> list[DraftTree]:
         """A tree for every answer, of all that its sources guess. Each source is asked once."""
-        asked: dict[DraftSource, list[Sequence]] = {}
+        by_source: dict[DraftSource, list[Sequence]] = {}
         for sequence in active:
             for source in _sources_of(sequence):
-                asked.setdefault(source, []).append(sequence)
+                by_source.setdefault(source, []).append(sequence)
         guessed: dict[tuple[DraftSource, int], Guesses] = {}
-        for source, its_sequences in asked.items():
-            found = _ask(source, its_sequences)
-            for sequence, guesses in zip(its_sequences, found, strict=True):
+        for source, its_sequences in by_source.items():
+            guesses_of_all = _ask(source, its_sequences)
+            for sequence, guesses in zip(its_sequences, guesses_of_all, strict=True):
                 guessed[source, sequence.number] = guesses
         return [
             merge(
@@ -182,17 +182,17 @@ class Engine:
         """Commit the tokens of the accepted paths, and keep their nodes in the cache."""
         moves: list[Move] = []
         scores, spans, is_prefill = this_pass.scores, this_pass.spans, this_pass.is_prefill
-        for one in accepted:
-            sequence, tree = this_pass.sequences[one.index], this_pass.trees[one.index]
-            path, bonus, result = one.path, one.bonus, one.result
+        for choice in accepted:
+            sequence, tree = this_pass.sequences[choice.index], this_pass.trees[choice.index]
+            path, bonus, result = choice.path, choice.bonus, choice.result
             record = PassRecord(is_prefill, tree, result.predictions, path, bonus, spans)
             sequence.commit(tree, path, bonus, result, record)
             if sequence.wants_log_probs:
-                note_log_probs(sequence, tree, scores.logits[scores.nodes(one.index, tree)])
+                note_log_probs(sequence, tree, scores.logits[scores.nodes(choice.index, tree)])
             if sequence.grammar is not None and not sequence.is_done:
-                room = self.planner.widest_of(sequence) - 1  # beside the bonus, in the next tree
+                room = self.planner.widest_of(sequence) - 1  # of the next tree, but for the bonus
                 sequence.extend(sequence.grammar.forced(sequence.tokens), room)
-            row = this_pass.rows[one.index]
+            row = this_pass.rows[choice.index]
             # Kept nodes lie scattered in the cache; they move next to each other.
             moves += [
                 (row.slot, row.start + node, row.start + at)
@@ -266,20 +266,20 @@ class Engine:
             rule = sequence.method.rule
             if row.prompt is not None and rule.reads_prompts:
                 with sequence.failing():
-                    given = sequence, row.prompt, scores.prompts[index]
-                    ask_rule(rule, partial(rule.observe_prompt, *given))
+                    arguments = sequence, row.prompt, scores.prompts[index]
+                    ask_rule(rule, partial(rule.observe_prompt, *arguments))
 
     def _take_slots(self, joining: Items[Sequence]) -> list[Sequence]:
         """Give waiting answers the lowest free slots; return those that got one."""
-        taken = {one.slot for one in self.sequences}
+        in_use = {sequence.slot for sequence in self.sequences}
         passes = self.captured
-        most = len(taken) + len(joining) if passes is None else passes.num_slots
-        free = [slot for slot in range(most) if slot not in taken]
+        num_slots = len(in_use) + len(joining) if passes is None else passes.num_slots
+        free = [slot for slot in range(num_slots) if slot not in in_use]
         begun = list(joining[: len(free)])
         for sequence, slot in zip(begun, free, strict=False):
             sequence.slot = slot
             self._waiting.remove(sequence)
-        self.sequences = sorted([*self.sequences, *begun], key=lambda one: one.slot)
+        self.sequences = sorted([*self.sequences, *begun], key=lambda sequence: sequence.slot)
         return begun
 
     def cancel(self, sequence: Sequence) -> None:
@@ -323,18 +323,18 @@ class Engine:
         Raises the error of a plugin that one of them names.
         """
         self.start(prompts, sequences)
-        left = {one.number for one in sequences}
+        unfinished = {sequence.number for sequence in sequences}
         try:
-            while left:
-                left -= {one.number for one in self.step(clock)}
+            while unfinished:
+                unfinished -= {finished.number for finished in self.step(clock)}
         except BaseException:
-            for one in sequences:
-                self.cancel(one)
+            for sequence in sequences:
+                self.cancel(sequence)
             raise
-        for one in sequences:
-            if one.error is not None:
-                raise one.error
-        num_broken = sum(not one.is_finite for one in sequences)
+        for sequence in sequences:
+            if sequence.error is not None:
+                raise sequence.error
+        num_broken = sum(not sequence.is_finite for sequence in sequences)
         if num_broken:
             raise NotFiniteError(
                 f"the model's logits hold NaN or infinity in {num_broken} of {len(sequences)} "

@@ -145,7 +145,7 @@ class Guard:
             if beyond_ms > self._allowed_ms:
                 return None
             self._allowed_ms -= beyond_ms
-        return Choice(plan, f"trying {plan} beside {self.choice.plan}")
+        return Choice(plan, f"trying {plan} instead of {self.choice.plan}")
 
 
 def best_width(pass_ms: Mapping[int, float], edits_apart: int) -> int:

@@ -43,24 +43,24 @@ def source_kinds() -> tuple[str, ...]:
     """Every source there can be: the core's, then those of method files and of packages."""
     from deft_policies.decoding.plugins import from_files  # which imports methods
 
-    theirs = sorted({one.name for one in entry_points(group=SOURCES)})
-    every = (*OUR_KINDS, *from_files("SOURCES"), PREVIOUS_ANSWER, PREVIOUS_NUMBERS, *theirs)
-    return tuple(dict.fromkeys(every))
+    theirs = sorted({point.name for point in entry_points(group=SOURCES)})
+    all_kinds = (*OUR_KINDS, *from_files("SOURCES"), PREVIOUS_ANSWER, PREVIOUS_NUMBERS, *theirs)
+    return tuple(dict.fromkeys(all_kinds))
 
 
 def meaning(kind: str) -> str:
     """What a source guesses, in words; of a package's source, its name."""
     from deft_policies.decoding.plugins import from_files
 
-    known: dict[str, str] = MEANINGS | from_files("MEANINGS")
-    return known.get(kind, f"the source {kind}")
+    meanings: dict[str, str] = MEANINGS | from_files("MEANINGS")
+    return meanings.get(kind, f"the source {kind}")
 
 
 def read_kinds(text: str) -> tuple[str, ...]:
     """Draft sources by name, joined by + or commas, each once."""
-    known = source_kinds()
+    all_kinds = source_kinds()
     names = [name.strip() for name in re.split(r"[,+]", text)]
-    unknown = [name for name in names if name not in known]
+    unknown = [name for name in names if name not in all_kinds]
     if unknown:
-        raise ValueError(f"unknown source {unknown[0]!r}; known: {', '.join(known)}")
+        raise ValueError(f"unknown source {unknown[0]!r}; known: {', '.join(all_kinds)}")
     return tuple(dict.fromkeys(names))

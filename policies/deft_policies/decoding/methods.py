@@ -106,10 +106,10 @@ class Method:
 
     def with_shape(self, shape: TreeShape) -> Method:
         """With other trees; of plans that become equal, the first."""
-        found: dict[tuple[tuple[str, ...], ...], Plan] = {}
+        by_sources: dict[tuple[tuple[str, ...], ...], Plan] = {}
         for plan in self.plans:
-            found.setdefault((plan.prefill, plan.rounds), replace(plan, shape=shape))
-        return replace(self, plans=tuple(found.values()))
+            by_sources.setdefault((plan.prefill, plan.rounds), replace(plan, shape=shape))
+        return replace(self, plans=tuple(by_sources.values()))
 
     def with_sampling(self, temperature: float, seed: int = 0) -> Method:
         """Drawing tokens with this seed; at temperature 0 by the method's own temperature."""
@@ -148,7 +148,7 @@ def apply_knobs(method: Method, knobs: str) -> Method:
         return method
     turned: dict[str, str] = {}
     for part in knobs.split(","):
-        key, _, value = (one.strip() for one in part.partition("="))
+        key, _, value = (word.strip() for word in part.partition("="))
         if key in turned:
             raise RequestError("decoding", f"{method.name!r}: knob {key!r} is given twice")
         turned[key] = value
@@ -162,14 +162,14 @@ def _base(name: str) -> Method:
     known = presets()
     if name in known:
         return _read_preset(name, known[name])
-    found = find_plugins(RULES).get(name)
+    point = find_plugins(RULES).get(name)
     broken = method_files().get(name.replace("-", "_"))
-    if found is None and isinstance(broken, Exception):
+    if point is None and isinstance(broken, Exception):
         reason = f"methods/{name.replace('-', '_')}.py cannot be loaded: {broken}"
         raise RequestError("decoding", reason)
-    if found is None:
+    if point is None:
         raise UnknownDecodingError(name, method_names())
-    return Method(name, load_rule(found), PLANS["steady"])
+    return Method(name, load_rule(point), PLANS["steady"])
 
 
 @lru_cache(maxsize=256)
@@ -194,7 +194,7 @@ def _with_knob(method: Method, key: str, value: str) -> Method:
 def _with_rule_knob(method: Method, rule: AcceptanceRule, key: str, value: str) -> AcceptanceRule:
     """The rule with one of its fields changed; `inner.key` reaches into a rule that it wraps."""
     field, _, inner = key.partition(".")
-    names: list[str] = [one.name for one in fields(rule)] if is_dataclass(rule) else []
+    names: list[str] = [known.name for known in fields(rule)] if is_dataclass(rule) else []
     if field not in names:
         known = ", ".join((*names, *_METHOD_KNOBS, *from_files("OPTIONS")))
         raise RequestError("decoding", f"{method.name!r} has no knob {key!r}; it has: {known}")
@@ -227,12 +227,12 @@ def _with_plan(method: Method, name: str) -> Method:
     """
     of_texts = (*TEXT_PLANS, *NUMBER_PLANS)
     ours = (*OUR_PLANS, *of_texts) if method.plans in UNNAMED else method.plans
-    every = tuple(dict.fromkeys((*method.plans, *ours, PLAIN)))
-    found = next((plan for plan in every if plan.name == name), None)
-    if found is None:
-        known = ", ".join(plan.name for plan in every)
-        raise ValueError(f"expected one of its plans, {known}, got {name!r}")
-    return replace(method, plans=(found,), is_guarded=False)
+    plans = tuple(dict.fromkeys((*method.plans, *ours, PLAIN)))
+    chosen = next((plan for plan in plans if plan.name == name), None)
+    if chosen is None:
+        names = ", ".join(plan.name for plan in plans)
+        raise ValueError(f"expected one of its plans, {names}, got {name!r}")
+    return replace(method, plans=(chosen,), is_guarded=False)
 
 
 def _with_rule(method: Method, rule: AcceptanceRule) -> Method:

@@ -43,7 +43,7 @@ class TreeShape:
 
     A tree with `paths` is a template: it is the same whatever the drafts are, so that its steps can
     be captured. A path names a node: at every step, the rank of its token among its siblings by
-    likelihood, 0 the likeliest. Paths stand level by level and in order.
+    likelihood, 0 the likeliest. Paths are listed level by level and in order.
 
     A tree never goes deeper than what is missing of the action, unless `is_full_depth`: then it has
     all levels in every round, as Spec-VLA's has, and what is too deep is never accepted.
@@ -63,10 +63,10 @@ class TreeShape:
     @staticmethod
     def of_paths(paths: tuple[Path, ...]) -> "TreeShape":
         """The same paths in every round, as deep as is of use."""
-        if not paths or paths != tuple(sorted(set(paths), key=lambda one: (len(one), one))):
+        if not paths or paths != tuple(sorted(set(paths), key=lambda path: (len(path), path))):
             raise ValueError("a template needs paths, each once, level by level and in order")
-        known = {(), *paths}
-        orphan = next((path for path in paths if path[:-1] not in known), None)
+        prefixes = {(), *paths}
+        orphan = next((path for path in paths if path[:-1] not in prefixes), None)
         if orphan is not None or () in paths or min(map(min, paths)) < 0:
             raise ValueError(f"every path of a template continues another one, got {orphan}")
         widest = 1 + max(path[-1] for path in paths)
@@ -92,7 +92,7 @@ class TreeShape:
 
     @staticmethod
     def branches(num: int, levels: int) -> "TreeShape":
-        """Chains beside each other, which part at the root (LVSpec's tree has two)."""
+        """Chains side by side, which part at the root (LVSpec's tree has two)."""
         _check_size(num * levels)
         firsts = [(rank, *(0,) * depth) for depth in range(levels) for rank in range(num)]
         return TreeShape.of_paths(tuple(firsts))
@@ -224,8 +224,8 @@ _TREES: dict[str, tuple[Callable[..., TreeShape], tuple[int, ...]]] = {
 def read_tree(text: str) -> TreeShape:
     """dynamic:LEVELS,TOP_K,GUESSES, template:LEVELS,REACH, branches:NUM,LEVELS or chain:LEVELS.
 
-    `eagle` is EAGLE-1's tree. A + may stand for colon and comma, which have meanings of their own
-    in the text of a method.
+    `eagle` is EAGLE-1's tree. A + may be written for colon and comma, which have meanings of their
+    own in the text of a method.
     """
     if text == "eagle":
         return TreeShape.eagle()

@@ -87,8 +87,8 @@ class Planner:
         self._makers = self.models.makers(target)
         self._makers[kinds.PREVIOUS_ANSWER] = lambda: PreviousAnswer(widest, self._width_of)
         self._makers[kinds.PREVIOUS_NUMBERS] = lambda: PreviousNumbers(widest, self._width_of)
-        for name, found in find_plugins(kinds.SOURCES).items():
-            self._makers[name] = partial(PluginSource, found, target)
+        for name, point in find_plugins(kinds.SOURCES).items():
+            self._makers[name] = partial(PluginSource, point, target)
         self._sources: dict[str, DraftSource] = {}  # by kind, made when first asked for
         self._broken: dict[str, RequestError] = {}  # sources that could not be made
         # By a method's text, its rule and an action's tokens; the last used comes last.
@@ -109,8 +109,8 @@ class Planner:
         """
         for kind in method.required & self._broken.keys():
             raise self._broken[kind]
-        known = self._makers.keys()
-        missing = method.required - known
+        available = self._makers.keys()
+        missing = method.required - available
         if missing:
             names = ", ".join(sorted(missing))
             raise RequestError(
@@ -119,7 +119,7 @@ class Planner:
                 "head (--draft-head DIR), a draft model (--draft-model DIR) or whatever they need, "
                 "or choose another method",
             )
-        return tuple(plan for plan in method.plans if plan.kinds <= known) or (PLAIN,)
+        return tuple(plan for plan in method.plans if plan.kinds <= available) or (PLAIN,)
 
     def check(self, sequence: Sequence) -> None:
         """Raise `RequestError` for an answer that cannot be decoded as it is asked for."""
@@ -201,13 +201,17 @@ class Planner:
     @property
     def decisions(self) -> dict[str, str]:
         """What the guard of each method has decided, and why. Any thread may ask."""
-        decided = {key[0]: one for key, one in [*self.guards.items()] if one.has_decided}
-        found = {name: f"{one.choice.plan}: {one.choice.reason}" for name, one in decided.items()}
+        decided = {key[0]: guard for key, guard in [*self.guards.items()] if guard.has_decided}
+        reasons = {
+            name: f"{guard.choice.plan}: {guard.choice.reason}" for name, guard in decided.items()
+        }
         if self.has_timed_widths:
-            found["texts"] = f"{self.text_width} tokens a pass, which writes most in a millisecond"
-        return found
+            reasons["texts"] = (
+                f"{self.text_width} tokens a pass, which writes most in a millisecond"
+            )
+        return reasons
 
     def prices_of(self, plans: Items[Plan]) -> dict[str, Price]:
         """What is known of plans and of plain decoding. What they cost hangs on no rule."""
-        known = self.prices
-        return {plan.name: known[plan] for plan in (*plans, PLAIN) if plan in known}
+        measured = self.prices
+        return {plan.name: measured[plan] for plan in (*plans, PLAIN) if plan in measured}

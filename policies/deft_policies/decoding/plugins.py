@@ -45,7 +45,7 @@ def method_files() -> Mapping[str, ModuleType | Exception]:
     except ImportError:
         return {}
     order: tuple[str, ...] = getattr(folder, "READING_ORDER", ())
-    names = sorted(one.name for one in pkgutil.iter_modules(folder.__path__))
+    names = sorted(module.name for module in pkgutil.iter_modules(folder.__path__))
     names.sort(key=lambda name: order.index(name) if name in order else len(order))
     return {name: _imported(f"{FILES}.{name}") for name in names}
 
@@ -59,16 +59,16 @@ def _imported(name: str) -> ModuleType | Exception:
 
 def from_files(table: str) -> dict[str, Any]:
     """What method files hold in one of their tables, as METHODS; `methods/__init__.py` has all."""
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for module in method_files().values():
-        found |= getattr(module, table, {})
-    return found
+        entries |= getattr(module, table, {})
+    return entries
 
 
 @lru_cache(maxsize=2)
 def find_plugins(group: str) -> Mapping[str, EntryPoint]:
     """The plugins of a group by name. Nothing is loaded."""
-    return {one.name: one for one in sorted(entry_points(group=group))}
+    return {point.name: point for point in sorted(entry_points(group=group))}
 
 
 def describe(found: EntryPoint) -> str:
@@ -112,9 +112,9 @@ def ask_rule(rule: AcceptanceRule, ask: Callable[[], Answer]) -> Answer:
     So a broken rule fails the answers that name it, and no others.
     """
     module = type(rule).__module__
-    found = next((one for one in find_plugins(RULES).values() if one.module == module), None)
-    if found is not None:
-        with naming(found):
+    plugin = next((point for point in find_plugins(RULES).values() if point.module == module), None)
+    if plugin is not None:
+        with naming(plugin):
             return ask()
     try:
         return ask()
@@ -126,18 +126,18 @@ def ask_rule(rule: AcceptanceRule, ask: Callable[[], Answer]) -> Answer:
 
 def broken_plugins() -> list[str]:
     """What is wrong with method files, rules and sources, as far as can be seen."""
-    found = [
+    broken = [
         f"methods/{name}.py: {type(error).__name__}: {error}"
         for name, error in method_files().items()
         if isinstance(error, Exception)
     ]
     for group, load in ((RULES, load_rule), (SOURCES, load_source)):
-        for one in find_plugins(group).values():
+        for point in find_plugins(group).values():
             try:
-                load(one)
+                load(point)
             except RequestError as error:
-                found.append(str(error))
-    return found
+                broken.append(str(error))
+    return broken
 
 
 def load_source(found: EntryPoint) -> Callable[[Target], object]:

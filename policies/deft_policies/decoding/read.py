@@ -67,8 +67,8 @@ class _Copy:
         """Wait for the copy alone."""
         if self._event is not None:
             self._event.synchronize()
-        found: list[float] = self._numbers.tolist()
-        return found
+        numbers: list[float] = self._numbers.tolist()
+        return numbers
 
 
 @dataclass
@@ -94,37 +94,37 @@ class Reading:
         scores: Scores,
     ) -> None:
         nodes = [scores.nodes(row, tree) for row, tree in enumerate(trees)]
-        for sequence, tree, here in zip(sequences, trees, nodes, strict=True):
+        for sequence, tree, span in zip(sequences, trees, nodes, strict=True):
             if sequence.grammar is not None:
-                logits = sequence.grammar.adjust(scores.logits[here], sequence, tree)
-                scores.logits[here], scores.best[here] = logits, first_maximum(logits)
+                logits = sequence.grammar.adjust(scores.logits[span], sequence, tree)
+                scores.logits[span], scores.best[span] = logits, first_maximum(logits)
         columns = _Columns()
         of_best, of_sums = columns.add(scores.best).start, columns.add(scores.sums).start
         of_answers = columns.add(scores.answers).start
         self._slices = []
-        for sequence, tree, here in zip(sequences, trees, nodes, strict=True):
-            first, stop = here.start, here.stop
-            own = _Slices(
+        for sequence, tree, span in zip(sequences, trees, nodes, strict=True):
+            first, stop = span.start, span.stop
+            slices = _Slices(
                 slice(of_best + first, of_best + stop),
                 slice(of_sums + first, of_sums + stop),
                 of_answers + first,
             )
-            logits, rule = scores.logits[here], sequence.method.rule
+            logits, rule = scores.logits[span], sequence.method.rule
             if sequence.method.temperature > 0.0:
-                own.drawn = columns.add(draw_tokens(sequence, tree, logits))
+                slices.drawn = columns.add(draw_tokens(sequence, tree, logits))
                 if tree.odds is not None and isinstance(rule, ChoosingRule):
                     with sequence.failing():
-                        own.chosen = columns.add(choose(rule, sequence, tree, logits))
+                        slices.chosen = columns.add(choose(rule, sequence, tree, logits))
             if sequence.wants_margins:
                 # Where a grammar leaves one token the gap is not finite, which no trace can say.
-                gaps = top_gap(logits, scores.best[here])
-                own.gaps = columns.add(gaps.clamp(max=torch.finfo(gaps.dtype).max))
+                gaps = top_gap(logits, scores.best[span])
+                slices.gaps = columns.add(gaps.clamp(max=torch.finfo(gaps.dtype).max))
             if tree.has_guesses and isinstance(rule, (DeviceRule, TreeRule)):
-                hidden, greedy = scores.hidden[here], scores.best[here]
+                hidden, greedy = scores.hidden[span], scores.best[span]
                 with sequence.failing():
-                    found = measure(rule, sequence, tree, logits, hidden, greedy)
-                    own.measured = None if found is None else columns.add(found)
-            self._slices.append(own)
+                    measured = measure(rule, sequence, tree, logits, hidden, greedy)
+                    slices.measured = None if measured is None else columns.add(measured)
+            self._slices.append(slices)
         self._copy = columns.copied()
 
     def finish(self) -> list[PassResult]:
@@ -183,7 +183,7 @@ def measure(
 ) -> Tensor | None:
     """What a rule that needs logits or hidden states says of each node; None: it asks nothing."""
     device = greedy.device
-    parents = to_device([max(one, 0) for one in tree.parents], device, torch.int64)
+    parents = to_device([max(parent, 0) for parent in tree.parents], device, torch.int64)
     scored = ScoredNodes(
         drafted=to_device(tree.tokens, device, torch.int64),
         expected=greedy[parents],
@@ -211,16 +211,16 @@ def note_log_probs(sequence: Sequence, tree: DraftTree, logits: torch.Tensor) ->
     """Keep on the device how likely the target was to write each token of the last pass."""
     assert sequence.last is not None
     path = sequence.last.path[tree.root :]
-    found = logits[path] / (sequence.method.temperature or 1.0)
+    scaled = logits[path] / (sequence.method.temperature or 1.0)
     tokens = to_device(sequence.tokens[-len(path) :], logits.device, torch.int64)
-    here = found.log_softmax(dim=1).gather(1, tokens[:, None]).squeeze(1)
-    sequence.notes.setdefault("log_probs", []).append((len(sequence.tokens), here))
+    log_probs = scaled.log_softmax(dim=1).gather(1, tokens[:, None]).squeeze(1)
+    sequence.notes.setdefault("log_probs", []).append((len(sequence.tokens), log_probs))
 
 
 def read_log_probs(sequence: Sequence) -> None:
     """Read what was kept so; tokens that a grammar has forced were certain."""
-    found = list[float]()
+    log_probs = list[float]()
     for stop, part in sequence.notes.get("log_probs", []):
-        found += [0.0] * (stop - len(part) - len(found)) + part.tolist()
-    found += [0.0] * (len(sequence.tokens) - len(found))
-    sequence.log_probs = tuple(found[: sequence.spec.max_tokens])
+        log_probs += [0.0] * (stop - len(part) - len(log_probs)) + part.tolist()
+    log_probs += [0.0] * (len(sequence.tokens) - len(log_probs))
+    sequence.log_probs = tuple(log_probs[: sequence.spec.max_tokens])

@@ -65,7 +65,7 @@ class AnswerSpec:
 
     def name(self, tokens: Items[int]) -> tuple[int, ...]:
         """Tokens as they are called outside."""
-        return tuple(self.ids[one] for one in tokens) if self.ids else tuple(tokens)
+        return tuple(self.ids[token] for token in tokens) if self.ids else tuple(tokens)
 
     @property
     def numbers_in_row(self) -> int:
@@ -117,7 +117,7 @@ class Sequence:
 
     # Filled in by passes.
     tokens: list[int] = field(default_factory=list)
-    target_tokens: list[int] = field(default_factory=list)  # greedy, given what stands before each
+    target_tokens: list[int] = field(default_factory=list)  # greedy, given the tokens before each
     num_cached: int = 0  # tokens whose keys and values are in the cache
     num_unread: int = 0  # tokens that are decoded, and not yet read from the device
     last: LastPass | None = None
@@ -190,7 +190,9 @@ class Sequence:
         """Tokens of the action that the last token belongs to; 0 behind other text."""
         if self.spec.is_action:
             return self.count
-        others = (back for back, one in enumerate(reversed(self.tokens)) if not self.is_bin(one))
+        others = (
+            back for back, token in enumerate(reversed(self.tokens)) if not self.is_bin(token)
+        )
         return next(others, len(self.tokens))
 
     def spent(self, num_tokens: int) -> list[int]:

@@ -156,7 +156,7 @@ class Target:
         runner: StepRunner | None = None,
     ) -> None:
         self.decoder = decoder
-        self.action_tokens = action_tokens  # ids that stand for bins
+        self.action_tokens = action_tokens  # ids of bins
         self.num_tokens = decoder.sizes.vocabulary
         self.runner = runner or StepRunner()
         self.is_captured = self.runner.reserve is not None
@@ -192,7 +192,7 @@ class Target:
     def read_layers(self, layers: Sequence[int]) -> None:
         """Have every pass keep the hidden states behind some layers, counted from 1, as well."""
         most = self.decoder.sizes.num_layers - 1
-        if list(layers) != sorted({*layers}) or not all(1 <= one <= most for one in layers):
+        if list(layers) != sorted({*layers}) or not all(1 <= layer <= most for layer in layers):
             raise PolicyError(
                 f"layers that are read must be from 1 to {most}, each once and in order (behind "
                 f"the last one the final states are read anyway), got {list(layers)}"
@@ -246,9 +246,9 @@ class Target:
         parts, prompts, prompt_states = [], {}, {}
         for index, row in enumerate(rows):
             hidden = passes.run_prefill(row)
-            found = _scores_of(passes, [0], row.tree.num_nodes)
+            scores = _scores_of(passes, [0], row.tree.num_nodes)
             is_last = index == len(rows) - 1
-            parts.append(found if is_last else found.clone())
+            parts.append(scores if is_last else scores.clone())
             if hidden is not None and row.keeps_hidden:
                 prompts[index] = hidden if is_last else hidden.clone()
                 if passes.prompt_states is not None:
@@ -277,8 +277,8 @@ class Target:
                 positions += range(row.start, row.start + row.tree.num_nodes)
             else:
                 positions += [row.start + depth for depth in row.tree.depths()]
-        most = max(row.start + row.num_tokens for row in packed)
-        cache.reserve(1 + max(row.slot for row in rows), most)
+        longest = max(row.start + row.num_tokens for row in packed)
+        cache.reserve(1 + max(row.slot for row in rows), longest)
         embeds = self._embeds_of(rows, tokens)
         if len(rows) == 1 and rows[0].tree.is_chain:
             rotation = self.decoder.rotary(packed[0].start, embeds[None])
@@ -292,8 +292,8 @@ class Target:
             attention = _together(cache, packed, attention)
         states: list[Tensor] = []
         hidden = self.passes.run(embeds, attention, last, states)
-        every = torch.cat([*states, hidden], dim=1) if states else None
-        return self._scores_of(rows, packed, hidden, every)
+        all_states = torch.cat([*states, hidden], dim=1) if states else None
+        return self._scores_of(rows, packed, hidden, all_states)
 
     def _embeds_of(self, rows: Sequence[PassRow], tokens: list[int]) -> Tensor:
         """Decoder inputs of all tokens of a pass, [token, width]."""
@@ -364,11 +364,11 @@ class Target:
         cache = self.new_cache()
         cache.reserve(1, prompt.length + num_tokens + STRIP)
         token, start, found = prompt.last_token, prompt.length - 1, list[Tensor]()
-        for place in range(num_tokens):
+        for index in range(num_tokens):
             tree = DraftTree.of_committed([token])
-            row = PassRow(0, start + place, tree, 0, prompt=prompt if place == 0 else None)
+            row = PassRow(0, start + index, tree, 0, prompt=prompt if index == 0 else None)
             found.append(self.forward(cache, [row]).logits[0].clone())
-            token = int(first_maximum(found[-1])) if given is None else given[place]
+            token = int(first_maximum(found[-1])) if given is None else given[index]
             if given is None and stop is not None and token == stop:
                 break
         return found
@@ -376,7 +376,7 @@ class Target:
 
 def _of_nodes(values: Tensor, nodes: Sequence[slice]) -> Tensor:
     """Some rows of [token, width], as few copies as it takes."""
-    return values[nodes[0]] if len(nodes) == 1 else torch.cat([values[one] for one in nodes])
+    return values[nodes[0]] if len(nodes) == 1 else torch.cat([values[node] for node in nodes])
 
 
 def _are_adjacent(rows: Sequence[PackedRow]) -> bool:
@@ -425,10 +425,10 @@ def _together(
 
 def _scores_of(passes: CapturedPasses, first: list[int], num_nodes: int) -> Scores:
     """Views of what captured passes have written."""
-    here = slice(0, num_nodes)
-    logits, hidden = passes.logits[here], passes.hidden[here]
-    best, sums, answers = passes.best[here], passes.sums[here], passes.answers[here]
-    states = None if passes.states is None else passes.states[here]
+    span = slice(0, num_nodes)
+    logits, hidden = passes.logits[span], passes.hidden[span]
+    best, sums, answers = passes.best[span], passes.sums[span], passes.answers[span]
+    states = None if passes.states is None else passes.states[span]
     return Scores(logits, hidden, best, sums, answers, first, states=states)
 
 
@@ -453,7 +453,7 @@ def _mask_of(row: PassRow, before: int) -> NDArray[np.bool_] | None:
 
 def ancestors_of(tree: DraftTree) -> NDArray[np.bool_]:
     """True where the column node lies on the row node's path, itself included, [node, node]."""
-    found = np.eye(tree.num_nodes, dtype=np.bool_)
+    is_ancestor = np.eye(tree.num_nodes, dtype=np.bool_)
     for node in range(1, tree.num_nodes):
-        found[node] |= found[tree.parents[node]]
-    return found
+        is_ancestor[node] |= is_ancestor[tree.parents[node]]
+    return is_ancestor

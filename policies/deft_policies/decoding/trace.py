@@ -60,11 +60,11 @@ class PassTraces(CountedPasses):
     def __init__(self, records: Sequence[PassRecord], name: Name = tuple) -> None:
         """`name` makes of tokens what they are called outside."""
         self._records, self._name = records, name
-        self.accepted_lengths = tuple(one.accepted_length for one in records)
+        self.accepted_lengths = tuple(record.accepted_length for record in records)
 
     @cached_property
     def _described(self) -> tuple[PassTrace, ...]:
-        return tuple(one.describe(self._name) for one in self._records)
+        return tuple(record.describe(self._name) for record in self._records)
 
     def __len__(self) -> int:
         return len(self._records)

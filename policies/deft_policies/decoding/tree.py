@@ -60,10 +60,10 @@ class DraftTree:
 
     def depths(self) -> list[int]:
         """Distance of every node from node 0."""
-        found = [0]
+        depths = [0]
         for parent in self.parents[1:]:
-            found.append(found[parent] + 1)
-        return found
+            depths.append(depths[parent] + 1)
+        return depths
 
     def path_to(self, node: int) -> list[int]:
         """Nodes from node 0 down to this one, both included."""
@@ -75,7 +75,7 @@ class DraftTree:
     def add(self, source: str, guesses: Guesses, widest: int) -> None:
         """Add guesses below the root until there are `widest` nodes.
 
-        Chains of one call share nodes where they begin alike; trees share none.
+        Chains of one call share the nodes of a common beginning; trees share none.
         """
         if isinstance(guesses, Branches):
             self._add_branches(source, guesses, widest)
@@ -87,7 +87,9 @@ class DraftTree:
         num = max(min(len(guesses.tokens), widest - before), 0)
         offset = before - 1
         self.tokens += guesses.tokens[:num]
-        self.parents += [one + offset if one else self.root for one in guesses.parents[:num]]
+        self.parents += [
+            parent + offset if parent else self.root for parent in guesses.parents[:num]
+        ]
         self.sources += [source] * num
         if guesses.log_probs is not None:
             self.log_probs += [0.0] * (before - len(self.log_probs))
@@ -98,17 +100,21 @@ class DraftTree:
         self.is_chain = self.is_chain and self._hangs_in_order(before)
 
     def _add_chains(
-        self, known: dict[tuple[int, int], int], source: str, chains: Sequence[Chain], widest: int
+        self,
+        nodes_by_token: dict[tuple[int, int], int],
+        source: str,
+        chains: Sequence[Chain],
+        widest: int,
     ) -> None:
         for chain in chains:
             above = self.root
             for token in chain:
-                node = known.get((above, token))
+                node = nodes_by_token.get((above, token))
                 if node is None:
                     node = len(self.tokens)
                     if node >= widest:
                         break
-                    known[above, token] = node
+                    nodes_by_token[above, token] = node
                     self.tokens.append(token)
                     self.parents.append(above)
                     self.sources.append(source)
@@ -119,14 +125,16 @@ class DraftTree:
         return all(self.parents[node] == node - 1 for node in range(first, len(self.parents)))
 
 
-def merge(committed: Sequence[int], found: Sequence[tuple[str, Guesses]], widest: int) -> DraftTree:
-    """One tree of all guesses: trees side by side, then chains, which share what starts alike."""
+def merge(
+    committed: Sequence[int], guessed: Sequence[tuple[str, Guesses]], widest: int
+) -> DraftTree:
+    """One tree of all guesses: trees side by side, then chains, which share common beginnings."""
     tree = DraftTree.of_committed(committed)
-    for source, guesses in found:
+    for source, guesses in guessed:
         if isinstance(guesses, Branches):
             tree.add(source, guesses, widest)
-    known: dict[tuple[int, int], int] = {}
-    for source, guesses in found:
+    nodes_by_token: dict[tuple[int, int], int] = {}
+    for source, guesses in guessed:
         if not isinstance(guesses, Branches):
-            tree._add_chains(known, source, guesses, widest)
+            tree._add_chains(nodes_by_token, source, guesses, widest)
     return tree

@@ -45,7 +45,7 @@ def capture(engine: Engine) -> None:
     if (block := planner.models.block) is not None:
         planned |= captured_block.bytes_of(passes.layout, block.sizes, itemsize)
     listed = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in planned.items())
-    _log.info("capturing %d passes and prefills; memory beside the weights: %s", num_graphs, listed)
+    _log.info("capturing %d passes and prefills; memory without weights: %s", num_graphs, listed)
     passes.capture()
     for kind in trained:
         head = planner.source(kind)
@@ -67,14 +67,14 @@ def warm_up(engine: Engine, prompt: Prompt, method: Method, spec: AnswerSpec) ->
         _time_passes(engine, prompt, method, spec, plans[0])
         return
     timed = (*plans, PLAIN)
-    # In turn, so that other work slows all down alike.
+    # In turn, so that other work slows all of them down by as much.
     runs = [
         [_time_passes(engine, prompt, method, spec, plan) for plan in timed] for _ in range(_RUNS)
     ]
     for plan, answers in zip(timed, zip(*runs, strict=True), strict=True):
-        found = _price_of(answers)
-        known = planner.prices.get(plan, found)
-        least = min(known.prefill_ms, found.prefill_ms), min(known.pass_ms, found.pass_ms)
+        price = _price_of(answers)
+        known = planner.prices.get(plan, price)
+        least = min(known.prefill_ms, price.prefill_ms), min(known.pass_ms, price.pass_ms)
         planner.prices[plan] = Price(*least)
     guard.measured(planner.prices_of(plans))
 
@@ -93,13 +93,13 @@ def _time_passes(
     engine: Engine, prompt: Prompt, method: Method, spec: AnswerSpec, plan: Plan
 ) -> list[float]:
     """Milliseconds of each pass of one answer, in a session with a constant history."""
-    own = ((0,) * spec.action_length,) * STEPS_KEPT
-    sequence = Sequence(method, spec, SessionMemory(own=own))
+    history = ((0,) * spec.action_length,) * STEPS_KEPT
+    sequence = Sequence(method, spec, SessionMemory(own=history))
     engine.start([prompt], [sequence], plan)
     clock = StageClock(engine.target.device)
     while sequence in engine.unfinished:
         engine.step(clock)
-    return [one.ms(*Stage) for one in sequence.records]
+    return [record.ms(*Stage) for record in sequence.records]
 
 
 def _measure_widths(engine: Engine, prompt: Prompt, spec: AnswerSpec) -> None:

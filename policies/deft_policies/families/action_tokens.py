@@ -1,6 +1,6 @@
 """Action tokens to robot units and back, in float64 as OpenVLA computes them.
 
-A token stands for a bin, a bin for its centre in [-1, 1] (a normalised action), and the action
+A token encodes a bin, a bin its centre in [-1, 1] (a normalised action), and the action
 statistics stretch that to robot units. Ids grow as values fall.
 """
 

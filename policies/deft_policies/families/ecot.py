@@ -41,7 +41,7 @@ _NAME = re.compile(r"\becot\b", re.IGNORECASE)
 
 
 class Ecot(OpenVLA):
-    """Looks at the frame alone, as OpenVLA does, and thinks aloud."""
+    """Reads the frame alone, as OpenVLA does, and writes reasoning before the action."""
 
     family = "ecot"
     widest = WIDEST
@@ -89,7 +89,7 @@ class Ecot(OpenVLA):
 
 
 class EcotFamily(OpenVLAFamily):
-    """Thinks aloud in every answer, or where reasoning is asked for."""
+    """Reasons in every answer, or where reasoning is asked for."""
 
     name = Ecot.family
     refuses = ()
@@ -122,11 +122,11 @@ class EcotFamily(OpenVLAFamily):
 
     @staticmethod
     def matches(source: CheckpointSource | None, options: ModelOptions) -> bool:
-        """Whether its name, a flag or its notes say that it thinks aloud."""
+        """Whether its name, a flag or its notes say that it reasons."""
         if source is None:
             return False
         noted = load_training(source.directory).prompts
-        is_taught = any(one.value in noted for one in _TEMPLATES.values())
+        is_taught = any(template.value in noted for template in _TEMPLATES.values())
         names = (Path(source.name).name, source.tuned.name)
         return options.prompt is not None or is_taught or any(map(_NAME.search, names))
 
@@ -146,26 +146,26 @@ class EcotFamily(OpenVLAFamily):
 
 
 def _find_prompts(noted: Sequence[str], options: ModelOptions) -> tuple[PromptTemplate, bool]:
-    """By what it is asked to think aloud, and whether it acts at once where it is not asked to.
+    """The reasoning template, and whether requests without `reasoning` use OpenVLA's prompt.
 
-    Whoever names the family has it think aloud in every answer.
+    With `--family ecot` every answer reasons.
     """
     if options.prompt is not None:
         name = options.prompt.removeprefix(_AND_ACTS)
         return _TEMPLATES[name], name != options.prompt
-    taught = [one for one in _TEMPLATES.values() if one.value in noted]
+    taught = [template for template in _TEMPLATES.values() if template.value in noted]
     acts_at_once = options.family is None and bool(taught) and len(noted) > len(taught)
     return taught[0] if taught else PromptTemplate.ECOT, acts_at_once
 
 
-def _find_room(config: OpenVLAConfig, wanted: int | None) -> int:
+def _find_room(config: OpenVLAConfig, max_tokens: int | None) -> int:
     """How long an answer may be: as asked for, or as published where there is room."""
     positions = config.llm.max_positions
     room = positions - config.num_patches - _PROMPT.stop
-    if room < (wanted or 1):
+    if room < (max_tokens or 1):
         raise CheckpointError(
-            f"the model has {positions} positions: beside {config.num_patches} patches and a "
+            f"the model has {positions} positions: besides {config.num_patches} patches and a "
             f"prompt of {_PROMPT.stop} tokens there is room for an answer of {max(room, 0)}"
-            + ("" if wanted is None else f", not {wanted}; give a smaller --max-tokens")
+            + ("" if max_tokens is None else f", not {max_tokens}; give a smaller --max-tokens")
         )
-    return wanted or min(MAX_TOKENS, room)
+    return max_tokens or min(MAX_TOKENS, room)

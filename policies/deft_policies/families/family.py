@@ -47,11 +47,11 @@ class Family(ABC):
 
     def __init__(self, source: CheckpointSource | None, options: ModelOptions) -> None:
         """Check everything but the weights; raises `CheckpointError`."""
-        if given := options.given(*self.refuses):
-            raise CheckpointError(f"{', '.join(given)}: {self.refusal}")
-        if not self.writes_codes and options.given("--grammar"):
+        if refused := options.set_flags(*self.refuses):
+            raise CheckpointError(f"{', '.join(refused)}: {self.refusal}")
+        if not self.writes_codes and options.set_flags("--grammar"):
             raise CheckpointError(f"--grammar: {self.name} writes no FAST codes; leave it out")
-        if not self.pads_state and options.given("--padded-state"):
+        if not self.pads_state and options.set_flags("--padded-state"):
             raise CheckpointError(f"--padded-state: {self.name} writes no state; leave it out")
         self.source, self.options = source, options
 
@@ -66,7 +66,7 @@ class Family(ABC):
         """The tensors of such a checkpoint, by which its memory is known."""
 
     def planned_bytes(self, dtype: torch.dtype) -> Mapping[str, int]:
-        """What is set aside on a GPU beside the weights, by what it is for; {} where unknown."""
+        """Bytes that are allocated on a GPU besides the weights, by purpose; {} where unknown."""
         return {}
 
     def findings(self) -> Sequence[Finding]:
@@ -174,7 +174,7 @@ def named_sizes(name: str | None) -> OpenVLAConfig:
     path = Path(name)
     if path.exists():
         return load_config(path if path.is_dir() else path.parent)
-    known = ", ".join(NAMED_SIZES)
+    names = ", ".join(NAMED_SIZES)
     raise CheckpointError(
-        f"--random-weights {name}: expected one of {known}, or a directory with a config.json"
+        f"--random-weights {name}: expected one of {names}, or a directory with a config.json"
     )

@@ -77,8 +77,8 @@ def find_family(source: CheckpointSource | None, options: ModelOptions) -> type[
             return family
         if options.family is None and family.matches(source, options):
             return family
-    known = ", ".join(one.name for one in FAMILIES)
-    raise CheckpointError(f"unknown family {options.family!r}; known: {known}")
+    names = ", ".join(names.name for names in FAMILIES)
+    raise CheckpointError(f"unknown family {options.family!r}; known: {names}")
 
 
 def open_model(options: ModelOptions) -> Family:
@@ -184,7 +184,7 @@ def _digesting(
 
 
 def _choose_threads(options: ModelOptions, device: torch.device, family: Family) -> None:
-    """Before the model is loaded, which asks what this many threads compute alike."""
+    """Set the number of threads. Loading a model measures which rows get equal bits with it."""
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
     elif device.type == "cpu" and family.config.llm.width < _WIDE:
@@ -237,23 +237,23 @@ def _check_draft_files(options: ModelOptions) -> None:
 
 def examine(options: ModelOptions) -> list[Finding]:
     """Say whether `load_policy` could work: device, files, memory, statistics."""
-    found = [_tried("device", lambda: _examine_device(options))]
+    findings = [_tried("device", lambda: _examine_device(options))]
     if broken := broken_plugins():
-        found.append(Finding("plugins", Verdict.DOUBTFUL, "; ".join(broken)))
+        findings.append(Finding("plugins", Verdict.DOUBTFUL, "; ".join(broken)))
     name = options.checkpoint
-    if found[0].verdict is Verdict.BAD or (name is None and options.random_weights is not None):
-        return found
+    if findings[0].verdict is Verdict.BAD or (name is None and options.random_weights is not None):
+        return findings
     if name is None:
-        return [*found, Finding("checkpoint", Verdict.BAD, "none is named; give --checkpoint")]
+        return [*findings, Finding("checkpoint", Verdict.BAD, "none is named; give --checkpoint")]
     if is_hub_id(name):
-        return [*found, _tried("checkpoint", lambda: _examine_hub(name))]
+        return [*findings, _tried("checkpoint", lambda: _examine_hub(name))]
     try:
         family = open_model(options)
     except PolicyError as error:
-        return [*found, Finding("checkpoint", Verdict.BAD, str(error))]
+        return [*findings, Finding("checkpoint", Verdict.BAD, str(error))]
     text = f"{name}: all tensors, tokenizer and statistics of {family.summary}"
     return [
-        *found,
+        *findings,
         Finding("checkpoint", Verdict.GOOD, text),
         *family.findings(),
         _tried("memory", lambda: _examine_memory(family, options)),

@@ -71,7 +71,7 @@ class Model(ABC):
         if self.images is None:
             return (ImageChain.NONE,)
         ours = self.images.chain
-        return ours, *(one for one in ImageChain if one is not ours)
+        return ours, *(chain for chain in ImageChain if chain is not ours)
 
     def limits(self, key: str) -> ActionLimits:
         """The range of actions under a statistics key; the last dimension is the gripper."""
@@ -86,7 +86,7 @@ class Model(ABC):
 
     @property
     def camera_names(self) -> list[str]:
-        """What cameras beside the frame are called, in the order in which they are looked at."""
+        """Names of the cameras besides the frame's, in the order in which the model reads them."""
         if self.num_pictures == 2:
             return [WRIST]
         return [f"{WRIST}_{index}" for index in range(self.num_pictures - 1)]
@@ -99,7 +99,7 @@ class Model(ABC):
             beside = "image" if self.num_pictures == 1 else "pictures"
             raise RequestError(
                 "instruction",
-                f"the prompt has {num_ids} tokens, at most {self.longest_prompt} fit beside the "
+                f"the prompt has {num_ids} tokens, at most {self.longest_prompt} fit with the "
                 f"{beside}; shorten the instruction",
             )
 
@@ -121,7 +121,7 @@ class Model(ABC):
         return [observation.image, *(observation.cameras[name] for name in names)]
 
     def complete(self, observation: Observation) -> Observation:
-        """Add what it reads beside a frame and an instruction, for a frame that is made up."""
+        """Add to a made-up observation what it reads besides a frame and an instruction."""
         return replace(observation, cameras=dict.fromkeys(self.camera_names, observation.image))
 
     @abstractmethod

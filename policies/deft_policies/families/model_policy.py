@@ -28,9 +28,9 @@ class ModelPolicy(Policy, ABC):
         """
         self.models, self.model, self.options = models, models[0], options
         self._keys = tuple(models[0].statistics)
-        given = options.statistics_key  # without one, and of several, a request has to name it
-        is_known = given is not None or len(self._keys) == 1
-        self._default_key = find_statistics_key(self._keys, given) if is_known else None
+        key = options.statistics_key  # without one, and of several, a request has to name it
+        is_known = key is not None or len(self._keys) == 1
+        self._default_key = find_statistics_key(self._keys, key) if is_known else None
         self._versions = {"deft": _version_of("deft-vla"), "torch": torch.__version__}
         self._details = _describe(models[0], options)
         self.reason_for_dtype = ""  # in words, where the format was chosen

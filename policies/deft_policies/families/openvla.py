@@ -71,9 +71,9 @@ class VlaTarget(Target):
         (patches,) = self.runner.run_batch((self, "see"), self._see_step, (pixels,))
         num_patches = patches.shape[1]
         embeds = self.model.compose(patches, ids)
-        here = slice(_BESIDE_PATCHES, _BESIDE_PATCHES + num_patches)
+        patches_span = slice(_BESIDE_PATCHES, _BESIDE_PATCHES + num_patches)
         return [
-            Prompt(embeds[row, : len(text) + num_patches], text[-1], here)
+            Prompt(embeds[row, : len(text) + num_patches], text[-1], patches_span)
             for row, text in enumerate(prompt_ids)
         ]
 
@@ -104,8 +104,8 @@ class OpenVLA(TokenModel):
         super().__init__(network, encode, images, statistics, target.runner)
         longest_answer = max(spec.max_tokens for spec in self.specs.values())
         # Trees of full depth reach beyond a short answer.
-        taken = network.config.num_patches + max(longest_answer, MOST_LEVELS)
-        self.longest_prompt = target.max_positions - taken
+        num_reserved = network.config.num_patches + max(longest_answer, MOST_LEVELS)
+        self.longest_prompt = target.max_positions - num_reserved
         if (reserve := target.runner.reserve) is not None:
             captured = reserve.lengths[-1] - network.config.num_patches
             self.longest_prompt = min(self.longest_prompt, captured)
@@ -118,7 +118,7 @@ class OpenVLA(TokenModel):
         return AnswerSpec.action(self.codec.action_space(self.statistics[key], key))
 
     def decode(self, key: str, tokens: Sequence[int]) -> NDArray[np.float64]:
-        """The action that its tokens stand for, [1, action_dim]."""
+        """The action of its tokens, [1, action_dim]."""
         return self.codec.decode(np.array([tokens], np.int64), self.statistics[key])
 
     def check(self, observation: Observation) -> None:
@@ -129,8 +129,8 @@ class OpenVLA(TokenModel):
 
     def see(self, observations: Sequence[Observation], clock: StageClock) -> list[Prompt]:
         """Frames and prompts, embedded."""
-        fitted = [self.images.fit(one.image) for one in observations]
-        ids = [self.encode(one.instruction) for one in observations]
+        fitted = [self.images.fit(observation.image) for observation in observations]
+        ids = [self.encode(observation.instruction) for observation in observations]
         clock.record(Stage.PREPARE)
         prompts = self.target.read(self.pixels(fitted), ids)
         clock.record(Stage.VISION)
@@ -162,7 +162,7 @@ class OpenVLA(TokenModel):
             )
         if not isinstance(draft, OpenVLA):
             raise CheckpointError(f"--draft-model: {draft.family} has no action tokens")
-        theirs, ours = (len(one.network.config.action_tokens) for one in (draft, self))
+        theirs, ours = (len(side.network.config.action_tokens) for side in (draft, self))
         if theirs != ours:
             raise CheckpointError(
                 f"--draft-model: its actions have {theirs} bins, the target's {ours}; a draft "
@@ -196,7 +196,7 @@ class OpenVLAFamily(Family):
     refusal = "openvla writes nothing but actions; leave it out, or say --family ecot"
 
     def __init__(self, source: CheckpointSource | None, options: ModelOptions) -> None:
-        """Raises `CheckpointError` if it is OFT's, or could be and nobody says it is not."""
+        """Raises `CheckpointError` if it is OFT's, or could be and no flag says that it is not."""
         super().__init__(source, options)
         if options.num_steps not in (None, 1) or options.num_pictures is not None:
             raise CheckpointError(
@@ -228,7 +228,7 @@ class OpenVLAFamily(Family):
     @property
     def longest_answer(self) -> int:
         """Tokens."""
-        return max(len(one.mask) for one in self.config.statistics.values())
+        return max(len(statistics.mask) for statistics in self.config.statistics.values())
 
     @property
     def reserve(self) -> Reserve:
@@ -237,9 +237,9 @@ class OpenVLAFamily(Family):
         return Reserve(self.options.largest_batch, patches + prompts.start, patches + prompts.stop)
 
     def planned_bytes(self, dtype: torch.dtype) -> Mapping[str, int]:
-        """Of the decoder's passes and a head's; the towers' graphs are small beside them."""
+        """Of the decoder's passes and a head's; the towers' graphs are small in comparison."""
         layout = Layout(self.reserve, self.widest, self.longest_answer + 1)
-        readers = [one for one in self.options.draft_heads if not is_medusa(one)]
+        readers = [head for head in self.options.draft_heads if not is_medusa(head)]
         num_graphs = len(shapes_of(self.reserve, self.widest, bool(readers)))
         planned = layout.bytes_of(self.config.llm, dtype.itemsize, num_graphs)
         for directory in readers:

@@ -35,7 +35,7 @@ def _flag(
     if isinstance(default, Enum):
         read = type(default)
     if isinstance(read, type) and issubclass(read, Enum):
-        argument["choices"] = [one.value for one in read]
+        argument["choices"] = [choice.value for choice in read]
     about = {"flag": name, "read": read, "of": of, "argument": argument}
     return field(default=default, metadata=about)
 
@@ -218,17 +218,17 @@ class ModelOptions:
         help="of pi0-FAST: the prompt has the state padded with zeros, as LeRobot 0.4 wrote it",
     )
 
-    def given(self, *names: str) -> list[str]:
-        """Those that were given of some flags or kinds, for a model to which they say nothing."""
-        given = [one.metadata for one in _FLAGS if getattr(self, one.name) != one.default]
-        return [one["flag"] for one in given if one["of"] in names or one["flag"] in names]
+    def set_flags(self, *names: str) -> list[str]:
+        """Explicitly set flags, of those that `names` has by flag or kind."""
+        flags = [flag.metadata for flag in _FLAGS if getattr(self, flag.name) != flag.default]
+        return [about["flag"] for about in flags if about["of"] in names or about["flag"] in names]
 
 
-_FLAGS = [one for one in fields(ModelOptions) if one.metadata]
+_FLAGS = [flag for flag in fields(ModelOptions) if flag.metadata]
 
 
 def add_flags(group: _ArgumentGroup, family: str | None = None) -> None:
-    """Declare the flags of all families; each refuses what says nothing to it."""
+    """Declare the flags of all families; each refuses those that it ignores."""
     for option in _FLAGS:
         about, default = option.metadata, option.default
         if isinstance(default, Enum):
@@ -241,9 +241,9 @@ def add_flags(group: _ArgumentGroup, family: str | None = None) -> None:
 
 def read_flags(namespace: Namespace) -> ModelOptions:
     """Collect the flags that `add_flags` declared."""
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for option in _FLAGS:
         value, read = getattr(namespace, option.name), option.metadata["read"]
         if value is not None:
-            given[option.name] = value if read is None else read(value)
-    return ModelOptions(**given)
+            values[option.name] = value if read is None else read(value)
+    return ModelOptions(**values)

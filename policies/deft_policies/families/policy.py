@@ -83,8 +83,8 @@ class VlaPolicy(ModelPolicy):
         if options.draft_model:
             self._details["draft model"] = options.draft_model
         self._running: list[_RunningRequest] = []
-        widest = max(one.widest for one in self.models)
-        longest = max(spec.max_tokens for one in self.models for spec in one.specs.values())
+        widest = max(own.widest for own in self.models)
+        longest = max(spec.max_tokens for own in self.models for spec in own.specs.values())
         self.engine = Engine(model.target, self.drafts, widest, longest)
         self._check_method(ActOptions())
 
@@ -149,15 +149,15 @@ class VlaPolicy(ModelPolicy):
                 spec = _spec(way, self._any_key, self._tested(way))
                 prompt = self._blank_prompt(way)
                 # The guards of methods that callers may ask for need what plans cost, too.
-                every = (self.method.name, *(methods or ()), DEFAULT_METHOD)
-                names = [name for name in dict.fromkeys(every) if self.has_method(name)]
+                asked_names = (self.method.name, *(methods or ()), DEFAULT_METHOD)
+                names = [name for name in dict.fromkeys(asked_names) if self.has_method(name)]
                 for number, name in enumerate(names):
                     doing(f"measuring the plans of {name}, {number + 1} of {len(names)} methods")
                     warm_up(self.engine, prompt, self.method_for(ActOptions(decoding=name)), spec)
         doing("answering known frames as a test")
-        for one in self.models:
+        for tested in self.models:
             limits = self._tested_limits()
-            self_test(self, limits, AUTOREGRESSIVE, one.complete, self._tested(one))
+            self_test(self, limits, AUTOREGRESSIVE, tested.complete, self._tested(tested))
 
     def _tested(self, model: TokenModel) -> ActOptions:
         """Options of warm-up requests; a text is cut short."""
@@ -179,13 +179,15 @@ class VlaPolicy(ModelPolicy):
             started = [self._request(request, clock) for request in batch]
             try:
                 for model in self.models:
-                    some = [one for one in started if one.model is model]
-                    if some:
-                        prompts = model.see([one.request.observation for one in some], clock)
-                        self.engine.start(prompts, [one.sequence for one in some])
+                    its_requests = [running for running in started if running.model is model]
+                    if its_requests:
+                        prompts = model.see(
+                            [running.request.observation for running in its_requests], clock
+                        )
+                        self.engine.start(prompts, [running.sequence for running in its_requests])
             except BaseException:
-                for one in started:
-                    self.engine.cancel(one.sequence)
+                for running in started:
+                    self.engine.cancel(running.sequence)
                 raise
         self._running += started
         return started
@@ -194,17 +196,17 @@ class VlaPolicy(ModelPolicy):
         """Run one round of all running requests; return the finished."""
         with computing(len(self._running)):
             clock = StageClock(self.model.device)
-            for one in self._running:
-                one.clocks.append(clock)
+            for running in self._running:
+                running.clocks.append(clock)
             try:
                 ended = self._run_round(clock, first)
             except BaseException:
-                for one in [*self._running]:
-                    self.cancel(one)
+                for running in [*self._running]:
+                    self.cancel(running)
                 raise
-        self._running = [one for one in self._running if not one.has_ended]
-        for one in self._running:
-            self._report_actions(one)
+        self._running = [running for running in self._running if not running.has_ended]
+        for running in self._running:
+            self._report_actions(running)
         return ended
 
     def cancel(self, running: Running) -> None:
@@ -223,41 +225,41 @@ class VlaPolicy(ModelPolicy):
         sequence.executed_steps = options.executed_steps
         return _RunningRequest(request, model=model, key=key, sequence=sequence, clocks=[clock])
 
-    def _report_actions(self, one: _RunningRequest) -> None:
+    def _report_actions(self, running: _RunningRequest) -> None:
         """Report actions that are final before the answer is, where the request asks for them."""
-        on_actions, sequence = one.request.on_actions, one.sequence
+        on_actions, sequence = running.request.on_actions, running.sequence
         if on_actions is None or not sequence.is_finite:
             return
-        actions = one.model.decode_begun(one.key, sequence.spec.name(sequence.tokens))
-        if len(actions) > one.num_actions:
-            one.num_actions = len(actions)
+        actions = running.model.decode_begun(running.key, sequence.spec.name(sequence.tokens))
+        if len(actions) > running.num_actions:
+            running.num_actions = len(actions)
             on_actions(actions)
 
     def _run_round(self, clock: StageClock, first: Collection[Running]) -> list[_RunningRequest]:
         """Run one round of the engine, and answer the requests that it has finished."""
-        urgent = {one.sequence for one in self._running if one in first}
+        urgent = {running.sequence for running in self._running if running in first}
         finished = set(self.engine.step(clock, urgent))
-        ended = [one for one in self._running if one.sequence in finished]
+        ended = [running for running in self._running if running.sequence in finished]
         clock.restart()
-        for one in ended:
-            self._answer(one)
+        for running in ended:
+            self._answer(running)
         clock.record(Stage.FINISH)
-        by_start = {id(one.clocks[0]): one.clocks for one in ended}
+        by_start = {id(running.clocks[0]): running.clocks for running in ended}
         timings = {start: _sum_timings(clocks) for start, clocks in by_start.items()}
-        for one in ended:
-            if one.answer is not None:
-                chunk = replace(one.answer.chunk, timings=timings[id(one.clocks[0])])
-                one.answer = replace(one.answer, chunk=chunk)
+        for running in ended:
+            if running.answer is not None:
+                chunk = replace(running.answer.chunk, timings=timings[id(running.clocks[0])])
+                running.answer = replace(running.answer, chunk=chunk)
         return ended
 
-    def _answer(self, one: _RunningRequest) -> None:
+    def _answer(self, running: _RunningRequest) -> None:
         """Give a request whose sequence has ended its answer, or say why there is none."""
-        sequence, model, options = one.sequence, one.model, one.request.options
+        sequence, model, options = running.sequence, running.model, running.request.options
         if sequence.error is not None:
-            one.error = sequence.error
+            running.error = sequence.error
             return
         if not sequence.is_finite:
-            one.error = NotFiniteError(
+            running.error = NotFiniteError(
                 "the model's logits hold NaN or infinity; its weights or its number format are "
                 "broken, nothing was answered"
             )
@@ -265,11 +267,11 @@ class VlaPolicy(ModelPolicy):
         trace, error = sequence.trace, None
         tokens = trace.tokens if trace else ()
         try:
-            actions = model.decode(one.key, tokens)
-            actions = model.for_robot(actions, one.request.observation)
+            actions = model.decode(running.key, tokens)
+            actions = model.for_robot(actions, running.request.observation)
             chunk = ActionChunk(actions, trace=trace)
         except NoActionError as none:
-            nothing = np.empty((0, model.statistics[one.key].action_dim))
+            nothing = np.empty((0, model.statistics[running.key].action_dim))
             chunk, error = ActionChunk(nothing, trace=trace), none
         if options.want_reasoning or options.want_trace or error is not None:
             text, parts = model.read_text(tokens) or (None, ())
@@ -277,12 +279,12 @@ class VlaPolicy(ModelPolicy):
                 error.reasoning = text
             if trace is not None and parts:
                 trace = replace(trace, parts=parts)
-            wanted = text if options.want_reasoning else None
-            chunk = replace(chunk, trace=trace, reasoning=wanted)
+            reasoning = text if options.want_reasoning else None
+            chunk = replace(chunk, trace=trace, reasoning=reasoning)
         chunk = _mark_grammar(chunk, sequence)
         if sequence.wants_log_probs:
             chunk = replace(chunk, log_probs=_log_probs(sequence))
-        one.answer = PolicyAnswer(chunk, sequence.memory, error)
+        running.answer = PolicyAnswer(chunk, sequence.memory, error)
 
     def method_for(self, options: ActOptions) -> Method:
         """The method that a request asks for, or the default; may raise `RequestError`.
@@ -337,21 +339,23 @@ def _log_probs(sequence: Sequence) -> LogProbs:
 
 def _spec(model: TokenModel, key: str, options: ActOptions) -> AnswerSpec:
     """What the decoder is asked for; raises `RequestError` for what is too long."""
-    spec, wanted = model.specs[key], options.max_tokens
-    if wanted is None or not model.cuts_answers:
+    spec, max_tokens = model.specs[key], options.max_tokens
+    if max_tokens is None or not model.cuts_answers:
         return spec
     if spec.stop is None:
         raise RequestError(
             "max_tokens",
             f"all answers without reasoning have {spec.max_tokens} tokens here; leave it out",
         )
-    if not 1 <= wanted <= spec.max_tokens:
+    if not 1 <= max_tokens <= spec.max_tokens:
         raise RequestError(
-            "max_tokens", f"must be 1 to {spec.max_tokens} (--max-tokens), got {wanted}"
+            "max_tokens", f"must be 1 to {spec.max_tokens} (--max-tokens), got {max_tokens}"
         )
-    return replace(spec, max_tokens=wanted)
+    return replace(spec, max_tokens=max_tokens)
 
 
 def _sum_timings(clocks: Items[StageClock]) -> StageTimings:
-    every = [vars(clock.timings()) for clock in clocks]
-    return StageTimings(**{name: sum(one[name] for one in every) for name in every[0]})
+    all_timings = [vars(clock.timings()) for clock in clocks]
+    return StageTimings(
+        **{name: sum(timings[name] for timings in all_timings) for name in all_timings[0]}
+    )

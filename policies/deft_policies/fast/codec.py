@@ -25,7 +25,7 @@ class FastCodec:
     """What the files of one tokenizer say; `deft_policies.fast.files` reads them."""
 
     scale: float  # of frequencies, before they are rounded
-    min_token: int  # the coefficient that character 0 stands for
+    min_token: int  # the coefficient that character 0 encodes
     pieces: tuple[bytes, ...]  # of each code
     bpe: Tokenizer  # text to codes
     num_steps: int | None = None  # of a chunk, where the files say it
@@ -40,24 +40,24 @@ class FastCodec:
 
     def encode_coefficients(self, coefficients: Sequence[int]) -> list[int]:
         """The codes of coefficients, frequency by frequency, each of all dimensions."""
-        numbers = [max(one - self.min_token, 0) for one in coefficients]
+        numbers = [max(coefficient - self.min_token, 0) for coefficient in coefficients]
         if max(numbers, default=0) > _LAST_CHARACTER:
             raise ValueError(
                 f"{max(coefficients)} is too large a coefficient: no character is left"
             )
         text = "".join(map(chr, numbers))
         try:
-            wanted = text.encode()
+            expected = text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"a coefficient has no character: {error.reason}") from None
         codes: list[int] = self.bpe.encode(text, add_special_tokens=False).ids
-        if self.bytes_of(codes) != wanted:  # the library leaves out what it has no piece for
+        if self.bytes_of(codes) != expected:  # the library leaves out what it has no piece for
             raise ValueError("the tokenizer has no piece for some of the coefficients")
         return codes
 
     def bytes_of(self, codes: Sequence[int]) -> bytes:
-        """What codes stand for together."""
-        return b"".join(self.pieces[one] for one in codes)
+        """The coefficients that codes encode together."""
+        return b"".join(self.pieces[code] for code in codes)
 
     def coefficients(self, codes: Sequence[int]) -> list[int]:
         """The coefficients of an answer; `NoActionError` where a character is broken.
@@ -71,17 +71,17 @@ class FastCodec:
                 f"the codes are no text: {error.reason} at byte {error.start} of "
                 f"{len(error.object)}, so a coefficient is broken"
             ) from None
-        return [ord(one) + self.min_token for one in text]
+        return [ord(character) + self.min_token for character in text]
 
     def decode(self, codes: Sequence[int], num_steps: int, dim: int) -> NDArray[np.float64]:
         """Normalised actions [step, dim]; `NoActionError` for any other number of coefficients."""
-        found = self.coefficients(codes)
-        if len(found) != num_steps * dim:
+        coefficients = self.coefficients(codes)
+        if len(coefficients) != num_steps * dim:
             raise NoActionError(
-                f"the codes hold {len(found)} coefficients, {num_steps} actions of {dim} numbers "
-                f"have {num_steps * dim}"
+                f"the codes hold {len(coefficients)} coefficients, {num_steps} actions of {dim} "
+                f"numbers have {num_steps * dim}"
             )
-        return self.to_actions(found, num_steps, dim)
+        return self.to_actions(coefficients, num_steps, dim)
 
     def to_actions(
         self, coefficients: Sequence[int], num_steps: int, dim: int
@@ -101,8 +101,8 @@ def to_coefficients(actions: NDArray[np.floating], scale: float) -> list[int]:
     rounded = np.rint(frequencies * scale)
     if not np.isfinite(rounded).all() or np.abs(rounded).max(initial=0) > _LAST_CHARACTER:
         raise ValueError("the actions are not finite, or far beyond what was normalised")
-    found: list[int] = rounded.astype(np.int64).ravel().tolist()
-    return found
+    coefficients: list[int] = rounded.astype(np.int64).ravel().tolist()
+    return coefficients
 
 
 @lru_cache(maxsize=8)

@@ -1,6 +1,6 @@
 """Reads the folder of a FAST tokenizer: `tokenizer.json` and `processor_config.json`.
 
-Upstream's class comes as code beside these files. Nothing of it is needed, and nothing is run: the
+Upstream's class comes as code with these files. Nothing of it is needed, and nothing is run: the
 pieces and the merges alone are read, and all else in `tokenizer.json` must be what upstream writes.
 """
 
@@ -53,22 +53,22 @@ def read_codec(folder: Path) -> FastCodec:
 
 
 def bytes_of_piece(piece: str) -> bytes:
-    """What a piece stands for.
+    """The bytes of a piece.
 
-    Its characters stand for bytes, as in GPT-2. Where one of them does not, all are themselves: a
+    Its characters encode bytes, as in GPT-2. Where one of them does not, all are themselves: a
     tokenizer that upstream's `fit` has made holds such pieces, and never writes them.
     """
-    found = [_BYTES.get(one) for one in piece]
-    known = [one for one in found if one is not None]
-    return bytes(known) if len(known) == len(piece) else piece.encode()
+    byte_or_none = [_BYTES.get(character) for character in piece]
+    byte_values = [byte for byte in byte_or_none if byte is not None]
+    return bytes(byte_values) if len(byte_values) == len(piece) else piece.encode()
 
 
 def _gpt2_bytes() -> Mapping[str, int]:
     """The byte of each character: printable ones are themselves, the others begin at 256."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = [one for one in range(256) if one not in printable]
-    table = {chr(one): one for one in printable}
-    return table | {chr(256 + index): one for index, one in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    return table | {chr(256 + index): byte for index, byte in enumerate(unprintable)}
 
 
 _BYTES = _gpt2_bytes()
@@ -120,7 +120,7 @@ def _read_vocabulary(model: JsonFields) -> Mapping[str, int]:
                 "vocab",
                 f"has a piece of {len(name)} characters, expected 1 to {_MOST_CHARACTERS}",
             )
-        if any("\ud800" <= one <= "\udfff" for one in name):
+        if any("\ud800" <= character <= "\udfff" for character in name):
             raise model.error("vocab", f"has the piece {name!a}, which is no text")
     vocabulary = {name: pieces.value(name, int) for name in names}
     if sorted(vocabulary.values()) != list(range(len(names))):

@@ -1,10 +1,10 @@
 """The grammar of FAST answers: which code may follow, so that an answer is one whole chunk.
 
-What has been written is a place: how many coefficients are missing, and how the character that has
-been begun may go on, one of eight states of UTF-8. What a code does depends on the state alone, so
-a table of 8 states by codes is all there is to know. A code may follow where an action can still
-come of it. The beginning of every whole chunk can, so the mask never changes an answer that is one:
-each of its codes is allowed, and the likeliest of all is the likeliest of fewer.
+The state behind a text is the number of missing coefficients, and how the last character, if it is
+incomplete, may go on: one of eight states of UTF-8. What a code does depends on the character's
+state alone, so the grammar is a table of 8 states by codes. A code is allowed if a whole chunk can
+still be written behind it. So all codes of a whole chunk are allowed, and the mask never changes an
+answer that is one: the likeliest of all codes is also the likeliest of the allowed ones.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 
 from deft_policies.errors import CheckpointError
 
-# Coefficients that are missing, and the state of the character that has been begun.
-Place = tuple[int, int]
-LOST: Place = (-1, 0)  # no action can come of what was written
+# Missing coefficients, and the UTF-8 state of the last character.
+ChunkState = tuple[int, int]
+DEAD: ChunkState = (-1, 0)  # no chunk begins so
 MOST_COEFFICIENTS = 4096  # of a chunk: far more than any policy writes
 
-# In each state, the bytes that may follow, and the state behind them: 0 no character is begun;
-# 1, 2, 3 so many bytes are missing; 4 to 7 the next is bounded, behind E0, ED, F0 and F4.
+# For each UTF-8 state, the bytes that may follow and the state behind them. State 0: the character
+# is whole; 1, 2, 3: so many bytes are missing; 4 to 7: the next byte is bounded, behind E0, ED, F0
+# and F4.
 _WHOLE = 0
 _AUTOMATON: tuple[tuple[tuple[range, int], ...], ...] = (
     (
@@ -45,12 +46,12 @@ _AUTOMATON: tuple[tuple[tuple[range, int], ...], ...] = (
 )
 _NUM_STATES = len(_AUTOMATON)
 _NEXT = [{byte: to for bytes_, to in state for byte in bytes_} for state in _AUTOMATON]
-# So that a state comes behind all to which a code can lead that ends no character.
+# In this order a state comes after all states that a code can lead to which ends no character.
 _BY_MISSING_BYTES = (1, 2, 4, 5, 3, 6, 7, 0)
 
 
 def read_piece(state: int, piece: bytes) -> tuple[int, int]:
-    """How many characters a piece ends, and the state behind it; -1 where it is no UTF-8."""
+    """How many characters a piece ends, and the UTF-8 state behind it; -1 where it is no UTF-8."""
     ended = 0
     for byte in piece:
         state = _NEXT[state].get(byte, -1)
@@ -70,10 +71,11 @@ class ChunkGrammar:
                 f"a chunk of {num_coefficients} numbers is more than the {MOST_COEFFICIENTS} that "
                 "an answer may have"
             )
-        self.start: Place = (num_coefficients, _WHOLE)
-        table = np.array([[read_piece(state, one) for one in pieces] for state in range(8)])
-        self.counts: NDArray[np.int64] = table[:, :, 0]  # [state, code]
-        self.states: NDArray[np.int64] = table[:, :, 1]  # [state, code]
+        self.start: ChunkState = (num_coefficients, _WHOLE)
+        table = np.array([[read_piece(state, piece) for piece in pieces] for state in range(8)])
+        # By the UTF-8 state before a code, [state, code]: characters that it ends, state behind it.
+        self.counts: NDArray[np.int64] = table[:, :, 0]
+        self.next_utf8: NDArray[np.int64] = table[:, :, 1]
         self._ends = self._find_ends(num_coefficients)
         if not self._ends[self.start]:
             raise CheckpointError(
@@ -83,11 +85,11 @@ class ChunkGrammar:
         self.allowed = lru_cache(maxsize=4096)(self._allowed)
 
     def _find_ends(self, num_coefficients: int) -> NDArray[np.bool_]:
-        """From which places the end can still be reached, [missing, state]."""
+        """From which states the end can still be reached, [missing, UTF-8 state]."""
         ends = np.zeros((num_coefficients + 1, _NUM_STATES), np.bool_)
         ends[0, _WHOLE] = True
         moves = [
-            np.unique(np.stack((self.counts[state], self.states[state])), axis=1)
+            np.unique(np.stack((self.counts[state], self.next_utf8[state])), axis=1)
             for state in range(_NUM_STATES)
         ]
         for missing in range(num_coefficients + 1):
@@ -97,43 +99,43 @@ class ChunkGrammar:
                 ends[missing, state] |= ends[missing - counts[fits], states[fits]].any()
         return ends
 
-    def after(self, place: Place, code: int) -> Place:
-        """The place behind a code; `LOST` where it may not follow."""
-        missing, state = place
-        if place == LOST or not self.allowed(place)[code]:
-            return LOST
-        return missing - int(self.counts[state, code]), int(self.states[state, code])
+    def after(self, state: ChunkState, code: int) -> ChunkState:
+        """The state behind a code; `DEAD` where the code is not allowed."""
+        missing, utf8 = state
+        if state == DEAD or not self.allowed(state)[code]:
+            return DEAD
+        return missing - int(self.counts[utf8, code]), int(self.next_utf8[utf8, code])
 
-    def _allowed(self, place: Place) -> NDArray[np.bool_]:
-        """Which codes may follow a place that is not lost, [code]."""
-        missing, state = place
-        left, states = missing - self.counts[state], self.states[state]
-        fits: NDArray[np.bool_] = (left >= 0) & (states >= 0)
-        fits[fits] = self._ends[left[fits], states[fits]]
+    def _allowed(self, state: ChunkState) -> NDArray[np.bool_]:
+        """Which codes are allowed in a state that is not `DEAD`, [code]."""
+        missing, utf8 = state
+        missing_behind, utf8_behind = missing - self.counts[utf8], self.next_utf8[utf8]
+        fits: NDArray[np.bool_] = (missing_behind >= 0) & (utf8_behind >= 0)
+        fits[fits] = self._ends[missing_behind[fits], utf8_behind[fits]]
         fits.setflags(write=False)
         return fits
 
-    def only_code(self, place: Place) -> int | None:
-        """The code that alone may follow; None where there are several, or none."""
-        if place == LOST:
+    def only_code(self, state: ChunkState) -> int | None:
+        """The only code that is allowed; None if there are several, or none."""
+        if state == DEAD:
             return None
-        codes = np.flatnonzero(self.allowed(place))
+        codes = np.flatnonzero(self.allowed(state))
         return int(codes[0]) if len(codes) == 1 else None
 
     @staticmethod
-    def is_whole(place: Place) -> bool:
-        """Whether nothing is missing."""
-        return place == (0, _WHOLE)
+    def is_whole(state: ChunkState) -> bool:
+        """Whether a whole chunk was written."""
+        return state == (0, _WHOLE)
 
 
 def strides_of(pieces: Sequence[bytes]) -> tuple[int, ...]:
     """How far each code moves on in an answer, in quarters of a coefficient.
 
-    The sum over an answer's beginning says where it has come to: 4 for every whole character, and
-    1 more for every byte that the last one misses. Two answers with equal sums stand at the same
-    coefficient, however many codes they have taken to it.
+    The sum over the codes so far says which coefficient they have reached: 4 for every whole
+    character, and 1 more for every byte that the last one misses. Answers with equal sums are at
+    the same coefficient, however many codes have led to it.
     """
-    return tuple(sum(map(_stride, one)) for one in pieces)
+    return tuple(sum(map(_stride, piece)) for piece in pieces)
 
 
 def _stride(byte: int) -> int:

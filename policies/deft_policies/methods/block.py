@@ -10,7 +10,7 @@ target's own head, plus
 
 so that a place knows what was drafted before it. Drafting so costs one pass, however many tokens.
 
-A confidence head says how likely a draft is to stand where all before it do. A chain of an exact
+A confidence head says how likely a draft is accepted where all before it are. A chain of an exact
 method is verified as far as the product of these is at least 0.2. A relaxed method verifies all
 that was drafted, because its answers depend on it.
 

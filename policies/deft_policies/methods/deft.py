@@ -18,7 +18,8 @@ Defaults: `move` is in millimetres and `turn` in degrees; `cap` is in bins, for 
 bins have no known size. They were chosen on tiny-libero.
 
 Left out: limits that follow the motion, as in KERV and HeiSD: these hold for the whole episode. And
-the draft head, which saves few passes beside the last action: docs/results/methods.md has both.
+the draft head, which saves few passes that the last action does not: docs/results/methods.md has
+both.
 
 Numbers: docs/results.md and docs/results/methods.md.
 """

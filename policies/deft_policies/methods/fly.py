@@ -93,7 +93,7 @@ class DeferredWindow(TreeRule):
     def _has_clean_windows(self, judged: JudgedTree, missed: list[bool], node: int) -> bool:
         """Whether every miss on the node's path has its window on that path, without a miss."""
         path = judged.tree.path_to(node)[judged.tree.root + 1 :]
-        misses = [depth for depth, one in enumerate(path, start=1) if missed[one]]
+        misses = [depth for depth, node in enumerate(path, start=1) if missed[node]]
         for miss in misses:
             end = miss + self.window
             if self.clip:

@@ -6,7 +6,7 @@ With s the step of the episode, a draft d is accepted if |d - t| <= r(s), where
 
 loose while the arm travels, tight near the end.
 
-Drafts: the head's tree and the last action beside each other. In the code that was released, what
+Drafts: the head's tree and the last action, side by side. In the code that was released, what
 the paper calls a Kalman filter holds the last action.
 
 Defaults: from 15 bins to 5, the paper's range; tau = 100 steps.

@@ -1,7 +1,7 @@
 """Numbers: near numbers are accepted where an action is written as text.
 
-VLA-0 writes its actions as whole numbers. A digit means nothing without those beside it, so
-numbers are judged whole, in robot units. Behind a digit that differs the target is not asked
+VLA-0 writes its actions as whole numbers. A digit means nothing without the others of its number,
+so numbers are judged whole, in robot units. Behind a digit that differs the target is not asked
 again: every number counts that begins with its digits, and the farthest of them must be within the
 limit. Spaces, the end and the gripper are exact. A budget bounds the sum of deviations over the
 steps that were executed.
@@ -9,7 +9,7 @@ steps that were executed.
 Drafts: the session's last answer, moved by the rows that were executed, and as it was.
 
 Left out: limits of single dimensions (there is one for translations and one for rotations), and
-FAST tokens, which stand for frequencies: they are never relaxed.
+FAST tokens, which encode frequencies: they are never relaxed.
 
 Numbers: docs/vla0.md.
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from deft_policies.decoding.acceptance.numbers import SPACE, NumberPlace, WrittenNumbers, read
+from deft_policies.decoding.acceptance.numbers import SPACE, NumberState, WrittenNumbers, read
 from deft_policies.decoding.acceptance.rule import (
     ActionSpace,
     DimensionGroup,
@@ -36,7 +36,7 @@ class WithinNumbers(TreeRule):
     """A drafted number is accepted if the farthest that the target could write is near (ours).
 
     Behind a digit that differs the target is not asked again: every number counts that begins with
-    its digits and may stand in an answer, whatever its length. `move` and `turn` are limits in
+    its digits and is allowed in an answer, whatever its length. `move` and `turn` are limits in
     robot units. Spaces, ends and the gripper are exact. `move_drift` and `turn_drift` bound the sum
     of deviations over executed steps.
     """
@@ -62,32 +62,32 @@ class WithinNumbers(TreeRule):
         tree, sequence = judged.tree, judged.sequence
         space = sequence.action_space
         written = WrittenNumbers(sequence.tokens, sequence.target_tokens, space, sequence.drift)
-        places: list[NumberPlace | None] = [None] * tree.root + [read(written)]
+        states: list[NumberState | None] = [None] * tree.root + [read(written)]
         accepted = [True] * (tree.root + 1)
         for node in range(tree.root + 1, tree.num_nodes):
             above, token = tree.parents[node], tree.tokens[node]
-            before, place = places[above], None
+            above_state, state = states[above], None
             # A number ends where it may: behind one that is too far no space is of use.
-            if before is not None and (token < SPACE or accepted[above]):
-                place = before.after(token, judged.expected[node], space.largest_number)
-            places.append(place)
+            if above_state is not None and (token < SPACE or accepted[above]):
+                state = above_state.after(token, judged.expected[node], space.largest_number)
+            states.append(state)
             following = judged.predictions[node]
-            accepted.append(place is not None and self._may_end(place, following, space))
+            accepted.append(state is not None and self._may_end(state, following, space))
         return accepted
 
-    def _may_end(self, place: NumberPlace, following: int, space: ActionSpace) -> bool:
+    def _may_end(self, state: NumberState, following: int, space: ActionSpace) -> bool:
         """Whether a text may end here, the target's own token following."""
-        if place.reach is None:
+        if state.reach is None:
             return True
-        group, unit = space.groups[place.dimension], space.unit_per_bin[place.dimension]
-        if following < SPACE or place.value > space.largest_number or group is DimensionGroup.GRIP:
+        group, unit = space.groups[state.dimension], space.unit_per_bin[state.dimension]
+        if following < SPACE or state.value > space.largest_number or group is DimensionGroup.GRIP:
             return False
         is_turn = group is DimensionGroup.TURN
         limit = self.turn if is_turn else self.move
         budget = self.turn_drift if is_turn else self.move_drift
-        drift = place.drift[place.dimension] + place.deviation
+        drift = state.drift[state.dimension] + state.deviation
         # A hair more, so that a limit of exactly k numbers admits k numbers.
-        is_near = abs(place.deviation) * unit <= limit * (1 + 1e-6)
+        is_near = abs(state.deviation) * unit <= limit * (1 + 1e-6)
         return is_near and abs(drift) * unit <= budget * (1 + 1e-6)
 
 

@@ -37,8 +37,8 @@ class NgramLookup(DraftSource):
 
     def draft(self, sequence: Sequence, depth: int) -> Guesses:
         """What followed at the best match."""
-        found = look_up(sequence.past[-self._steps :], sequence.tokens, self._longest)
-        return [] if found is None else [found[:depth]]
+        chain = look_up(sequence.past[-self._steps :], sequence.tokens, self._longest)
+        return [] if chain is None else [chain[:depth]]
 
 
 METHODS = {"pld": "autoregressive:plans=ngram"}

@@ -77,20 +77,20 @@ def ratio_test(sequence: Sequence, tree: DraftTree, logits: Tensor) -> Tensor:
         coins = uniform(keys, COIN, positions, MOST_TRIES).float()[0, 0]
         coin = coins.gather(0, tries.clamp(max=MOST_TRIES - 1)[None])[0]
         is_judged = depths[node] - tree.root <= sequence.num_missing
-        asked = (at == tree.parents[node]) & (tries < MOST_TRIES) & ~ended & is_judged
-        accepted = asked & (coin * drawn_by[token] < odds[token])
+        is_tried = (at == tree.parents[node]) & (tries < MOST_TRIES) & ~ended & is_judged
+        accepted = is_tried & (coin * drawn_by[token] < odds[token])
         if sequence.spec.ends_with(token):
             only = torch.zeros_like(odds)
             only[token] = 1.0
             odds = torch.where(accepted, only, odds)
             ended = ended | accepted
             accepted = torch.zeros_like(accepted)
-        left = _without_draft(odds, drawn_by)
-        odds = torch.where(asked & ~accepted & ~ended, left, odds)
+        remaining = _without_draft(odds, drawn_by)
+        odds = torch.where(is_tried & ~accepted & ~ended, remaining, odds)
         odds = torch.where(accepted, p[node], odds)
         at = torch.where(accepted, node, at)
         depth = depth + accepted
-        tries = torch.where(accepted, 0, tries + asked)
+        tries = torch.where(accepted, 0, tries + is_tried)
     noise = exponential(keys, ANSWER, (sequence.count + depth).view(1, 1), p.shape[1])[0, 0]
     bonus = (odds / noise).argmax()
     return torch.stack((at, bonus))

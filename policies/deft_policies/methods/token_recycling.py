@@ -56,9 +56,9 @@ class TokenRecycling(ModelSource):
         import numpy as np
 
         table: NDArray[np.float32] = sequence.notes[self.kind]
-        found = logits[:, self._tokens.columns].log_softmax(dim=1).cpu().numpy()
+        log_probs = logits[:, self._tokens.columns].log_softmax(dim=1).cpu().numpy()
         fresh: dict[int, NDArray[np.float32]] = {}
-        for token, row in zip(sequence.last.tree.tokens, found, strict=True):
+        for token, row in zip(sequence.last.tree.tokens, log_probs, strict=True):
             index = token - self._tokens.first
             if 0 <= index < len(self._tokens):
                 fresh[index] = np.maximum(fresh[index], row) if index in fresh else row
@@ -67,7 +67,7 @@ class TokenRecycling(ModelSource):
 
     def draft_all(self, sequences: Items[Sequence]) -> list[Guesses]:
         """Read a tree off each table."""
-        return [self._read(one) for one in sequences]
+        return [self._read(sequence) for sequence in sequences]
 
     def _read(self, sequence: Sequence) -> Guesses:
         import torch

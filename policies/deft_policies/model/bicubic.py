@@ -31,7 +31,7 @@ def resize_bicubic(frames: Tensor, size: tuple[int, int], crop: tuple[range, ran
     """
     num_rows, num_channels, height, width = frames.shape
     at_once = max(1, _MOST_NUMBERS // (num_channels * height * width))
-    parts = [_resize(some, size, crop) for some in torch.split(frames, at_once)]
+    parts = [_resize(part, size, crop) for part in torch.split(frames, at_once)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -47,8 +47,8 @@ def _across(frames: Tensor, size: int, outputs: range) -> Tensor:
     if width == size:
         return frames[:, :, :, outputs.start : outputs.stop]
     weights, bias = _weights(width, size, outputs, frames.device)
-    found = torch.addmm(bias, frames.reshape(-1, width), weights.t())
-    return _rounded(found.view(*shape, -1), 3)
+    sums = torch.addmm(bias, frames.reshape(-1, width), weights.t())
+    return _rounded(sums.view(*shape, -1), 3)
 
 
 def _down(frames: Tensor, size: int, outputs: range) -> Tensor:
@@ -57,8 +57,8 @@ def _down(frames: Tensor, size: int, outputs: range) -> Tensor:
         return frames[:, :, outputs.start : outputs.stop]
     weights, bias = _weights(height, size, outputs, frames.device)
     columns = frames.flatten(0, 1)
-    found = torch.baddbmm(bias[:, None], weights.expand(len(columns), -1, -1), columns)
-    return _rounded(found.view(*frames.shape[:2], *found.shape[1:]), 2)
+    sums = torch.baddbmm(bias[:, None], weights.expand(len(columns), -1, -1), columns)
+    return _rounded(sums.view(*frames.shape[:2], *sums.shape[1:]), 2)
 
 
 @lru_cache(maxsize=64)
@@ -80,7 +80,7 @@ def goes_down_first(shape: tuple[int, int], size: tuple[int, int]) -> bool:
 
 
 def _rounded(sums: Tensor, axis: int) -> Tensor:
-    """The bytes that sums stand for: sums of the weights' high parts, and then of their low ones.
+    """The bytes that sums encode: sums of the weights' high parts, and then of their low ones.
 
     The low ones have half a byte added to them; what is behind the point is cut off.
     """
@@ -97,9 +97,9 @@ def _weights(length: int, size: int, outputs: range, device: torch.device) -> tu
     matrix = matrix[outputs.start : outputs.stop]
     high = (matrix + _LOW // 2) // _LOW
     low = matrix - high * _LOW
-    # Eleven bits are all that a product in the format TF32 keeps, if somebody asks for it.
+    # A product in the format TF32 keeps eleven bits, where TF32 is switched on.
     assert max(np.abs(high).max(), np.abs(low).max()) <= 1 << 11
-    assert all(np.maximum(one, 0).sum(axis=1).max() * 255 < 1 << 24 for one in (low, -low))
+    assert all(np.maximum(part, 0).sum(axis=1).max() * 255 < 1 << 24 for part in (low, -low))
     parts = np.concatenate((high / _HIGH, low / _LOW)).astype(np.float32)
     bias = np.repeat(np.array((0, _HIGH / 2), np.float32), len(outputs))
     with torch.inference_mode(False):
@@ -110,19 +110,19 @@ def pillow_weights(length: int, size: int) -> list[tuple[int, NDArray[np.int64]]
     """For each output the first of its inputs and their weights, in parts of 2^-22."""
     scale = length / size
     stretch = max(scale, 1.0)
-    support, found = _SUPPORT * stretch, []
+    support, weights_by_output = _SUPPORT * stretch, []
     for output in range(size):
         centre = (output + 0.5) * scale
         first = max(int(centre - support + 0.5), 0)
         stop = min(int(centre + support + 0.5), length)
         weights = [_cubic((place - centre + 0.5) * (1.0 / stretch)) for place in range(first, stop)]
         total = 0.0
-        for one in weights:  # one after the other
-            total += one
-        scaled = [one / total * _WHOLE for one in weights]
-        whole = [int(one - 0.5) if one < 0 else int(one + 0.5) for one in scaled]
-        found.append((first, np.array(whole, np.int64)))
-    return found
+        for weight in weights:  # one after the other
+            total += weight
+        scaled = [weight / total * _WHOLE for weight in weights]
+        whole = [int(weight - 0.5) if weight < 0 else int(weight + 0.5) for weight in scaled]
+        weights_by_output.append((first, np.array(whole, np.int64)))
+    return weights_by_output
 
 
 def _cubic(distance: float) -> float:

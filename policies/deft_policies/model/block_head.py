@@ -88,10 +88,10 @@ class BlockHead(nn.Module):
         qkv = self.backbone[layer].attention.qkv
         weight, bias = qkv.weight, qkv.bias
         first = sizes.num_heads * sizes.head_dim  # behind the queries
-        found = functional.linear(fused, weight[first:], None if bias is None else bias[first:])
-        found = found.view(*found.shape[:2], -1, sizes.head_dim)
+        pairs = functional.linear(fused, weight[first:], None if bias is None else bias[first:])
+        pairs = pairs.view(*pairs.shape[:2], -1, sizes.head_dim)
         cos, sin = self.rotary(positions, fused)
-        keys, values = found.chunk(2, dim=2)
+        keys, values = pairs.chunk(2, dim=2)
         keys = keys.clone()
         rotate_(keys, cos, sin)
         return torch.cat((keys, values), dim=2)
@@ -115,8 +115,8 @@ class BlockHead(nn.Module):
             mixed = attention.mix(index, layer.attention.qkv(layer.attention_norm(hidden)))
             hidden = hidden + layer.attention.out(mixed.view(*hidden.shape[:2], -1))
             hidden = hidden + layer.mlp(layer.mlp_norm(hidden))
-        found: Tensor = self.norm(hidden)
-        return found
+        states: Tensor = self.norm(hidden)
+        return states
 
     def forward(self, states: Tensor, embeds: Tensor, anchors: Tensor) -> Tensor:
         """Teacher-forced: many blocks behind tokens of whole sequences, for training.
@@ -126,11 +126,11 @@ class BlockHead(nn.Module):
         positions before its own token, and itself. Returns [row, block, place, width].
         """
         num_rows, num_blocks = anchors.shape
-        places, sizes = self.sizes.places, self.sizes.backbone
+        positions, sizes = self.sizes.positions, self.sizes.backbone
         fused = self.context(states)
         known = torch.arange(states.shape[1], device=states.device).expand(num_rows, -1)
-        hidden = self.block(embeds.flatten(0, 1)).view(num_rows, num_blocks * places, -1)
-        positions = anchors[:, :, None] + torch.arange(places, device=anchors.device)
+        hidden = self.block(embeds.flatten(0, 1)).view(num_rows, num_blocks * positions, -1)
+        positions = anchors[:, :, None] + torch.arange(positions, device=anchors.device)
         positions = positions.flatten(1).clamp(max=sizes.max_positions - 1)
         sees = self._sees(known, anchors)
         cos, sin = self.rotary(positions, hidden)
@@ -153,36 +153,36 @@ class BlockHead(nn.Module):
             hidden = hidden + layer.attention.out(mixed.transpose(1, 2).flatten(2))
             hidden = hidden + layer.mlp(layer.mlp_norm(hidden))
         found: Tensor = self.norm(hidden)
-        return found.view(num_rows, num_blocks, places, -1)
+        return found.view(num_rows, num_blocks, positions, -1)
 
     def _sees(self, known: Tensor, anchors: Tensor) -> Tensor:
         """Who sees what, [row, block * place, position + block * place]."""
-        places = self.sizes.places
+        positions = self.sizes.positions
         committed = known[:, None] < anchors[:, :, None]
-        committed = committed.repeat_interleave(places, dim=1)
-        block = torch.arange(anchors.shape[1] * places, device=anchors.device) // places
-        own = (block[:, None] == block).expand(len(anchors), -1, -1)
-        return torch.cat((committed, own), dim=2)
+        committed = committed.repeat_interleave(positions, dim=1)
+        block = torch.arange(anchors.shape[1] * positions, device=anchors.device) // positions
+        in_block = (block[:, None] == block).expand(len(anchors), -1, -1)
+        return torch.cat((committed, in_block), dim=2)
 
-    def said_before(self, tokens: Tensor) -> Tensor:
-        """What the Markov head knows of tokens [...], [..., rank]."""
+    def previous_embeds(self, tokens: Tensor) -> Tensor:
+        """The Markov head's embeddings W1 of tokens [...], [..., rank]."""
         first, number = self.sizes.tokens.first, len(self.sizes.tokens)
         is_known = self.sizes.tokens.contains(tokens)
-        found: Tensor = self.before(torch.where(is_known, tokens - first, number))
-        return found
+        embeds: Tensor = self.before(torch.where(is_known, tokens - first, number))
+        return embeds
 
     def follow(self, ahead: Tensor, depth: int, tokens: Tensor) -> Tensor:
         """Log-probabilities of what follows nodes of a depth, [row, node, token].
 
-        `ahead` [row, place, token] are logits of the block's places.
+        `ahead` [row, place, token] are logits of the block's positions.
         """
-        after: Tensor = self.markov(self.said_before(tokens))
+        after: Tensor = self.markov(self.previous_embeds(tokens))
         return (ahead[:, depth, None] + after.float()).log_softmax(dim=-1)
 
     def chances(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """Logits that a draft stands where all before it do, [...]."""
-        found: Tensor = self.chance(torch.cat((hidden, before), dim=-1)).squeeze(-1)
-        return found
+        """Logits of a draft being accepted where all before it are, [...]."""
+        logits: Tensor = self.chance(torch.cat((hidden, before), dim=-1)).squeeze(-1)
+        return logits
 
 
 class BlockPasses(CachedPasses):
@@ -206,12 +206,12 @@ class BlockPasses(CachedPasses):
             for layer in head.backbone
         ]
 
-    def append(self, states: Tensor, slots: Tensor, places: Tensor) -> None:
-        """Append committed positions `places` [row, position] of slots [row]."""
-        num_rows, num_positions = places.shape
+    def append(self, states: Tensor, slots: Tensor, positions: Tensor) -> None:
+        """Append committed `positions` [row, position] of slots [row]."""
+        num_rows, num_positions = positions.shape
         fused = self._normed(self._fuse.apply(states.flatten(0, 1)), self._head.fused_norm)
-        cos, sin = self._rotation(places, fused)
-        index = (slots[:, None] * self._cache.num_positions + places).flatten()
+        cos, sin = self._rotation(positions, fused)
+        index = (slots[:, None] * self._cache.num_positions + positions).flatten()
         window = CacheWindow(targets=self._cache.flat.unbind(0), index=index)
         for number, (_, qkv, _, _, _) in enumerate(self._layers):
             split = qkv.apply(fused).view(num_rows, num_positions, -1, self._sizes.head_dim)
@@ -235,10 +235,10 @@ class BlockPasses(CachedPasses):
     def _of_blocks(self, like: Tensor, positions: Tensor, num_cached: Tensor) -> Attention:
         """Of blocks that lie behind what is cached, and see that and themselves."""
         num_places = positions.shape[1]
-        places = num_cached[:, None] + torch.arange(num_places, device=like.device)
+        cache_positions = num_cached[:, None] + torch.arange(num_places, device=like.device)
         every = torch.arange(self._cache.num_positions, device=like.device)
         seen = (every < (num_cached + num_places)[:, None])[:, None, None]
-        return self.attention(like, positions, places, seen.expand(-1, -1, num_places, -1))
+        return self.attention(like, positions, cache_positions, seen.expand(-1, -1, num_places, -1))
 
 
 def block_sizes(

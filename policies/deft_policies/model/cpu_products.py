@@ -10,9 +10,9 @@ plain decoding computes, and answers differ. Two rules prevent that:
 
 - Attention sums in float64. Whatever their order, sums then differ by so little that they round to
   the same bfloat16, but for one number in some ten billion that lies on the edge between two.
-- Products get numbers of rows that this machine computes alike. Which these are depends on the
-  processor, the shapes, the number of threads and the version of torch, so nothing is assumed: the
-  machine is asked when a model is loaded.
+- Products get numbers of rows for which this machine computes equal bits. Which these are depends
+  on the processor, the shapes, the number of threads and the version of torch, so nothing is
+  assumed: the machine is asked when a model is loaded.
 """
 
 from collections.abc import Callable, Sequence
@@ -80,10 +80,10 @@ class PackableLinear(nn.Linear):
         if self.kernels is not None and self.kernels.multiplies(self.weight):
             matrix = Matrix(self.weight, self.bias)
             rows = self.kernels.product(inputs.flatten(0, -2), matrix)
-            found = rows.view(*inputs.shape[:-1], -1)
+            outputs = rows.view(*inputs.shape[:-1], -1)
         else:
-            found = super().forward(inputs)
-        return functional.gelu(found) if self.has_gelu else found
+            outputs = super().forward(inputs)
+        return functional.gelu(outputs) if self.has_gelu else outputs
 
 
 def _pack(weight: Tensor, bias: Tensor | None, activation: str) -> Product:
@@ -92,8 +92,8 @@ def _pack(weight: Tensor, bias: Tensor | None, activation: str) -> Product:
     packed = operators._reorder_linear_weight(weight)
 
     def multiply(inputs: Tensor) -> Tensor:
-        found: Tensor = operators._linear_pointwise(inputs, packed, bias, activation, [], "none")
-        return found
+        outputs: Tensor = operators._linear_pointwise(inputs, packed, bias, activation, [], "none")
+        return outputs
 
     return multiply
 
@@ -109,8 +109,8 @@ def _pack_halves(weight: Tensor) -> Product:
     product = operators.linear_dynamic_fp16._op  # without a look at its arguments in Python
 
     def multiply(inputs: Tensor) -> Tensor:
-        found: Tensor = product(inputs, packed)
-        return found
+        outputs: Tensor = product(inputs, packed)
+        return outputs
 
     return multiply
 
@@ -177,7 +177,8 @@ def find_rows(
     like: Tensor,
     ways: Sequence[Rows] = PADDED,
 ) -> Rows:
-    """The fewest rows that this machine computes alike. `products` come with widths in and out.
+    """The fewest rows for which this machine computes equal bits. `products` come with widths in
+    and out.
 
     The rows that are compared are in the format of `like` and on its device.
     """
@@ -196,10 +197,10 @@ def find_rows(
 def _are_alike(rows: Rows, num_in: int, num_out: int, product: Product, like: Tensor) -> bool:
     among = _AMONG if num_in * num_out <= _LARGE else _AMONG_OF_LARGE
     generator = torch.Generator().manual_seed(0)
-    given = torch.randn(among[-1], num_in, generator=generator).to(like)
-    alone = {one: rows.multiply(product, rows.pad(given[one : one + 1]))[0] for one in _ALONE}
+    inputs = torch.randn(among[-1], num_in, generator=generator).to(like)
+    alone = {row: rows.multiply(product, rows.pad(inputs[row : row + 1]))[0] for row in _ALONE}
     for count in among:
-        found = rows.multiply(product, rows.pad(given[:count]))
-        if not all(found[one].equal(alone[one]) for one in _ALONE if one < count):
+        outputs = rows.multiply(product, rows.pad(inputs[:count]))
+        if not all(outputs[row].equal(alone[row]) for row in _ALONE if row < count):
             return False
     return True

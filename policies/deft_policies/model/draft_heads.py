@@ -82,7 +82,7 @@ class EagleHead(nn.Module):
         return Attention(self.sizes, cos, sin, mask, is_causal=mask is None, window=window)
 
     def read(self, embeds: Tensor, hidden: Tensor, attention: Attention) -> None:
-        """Append the keys and values of pairs whose output nobody asks for."""
+        """Append the keys and values of pairs whose output is not needed."""
         fused = self.attention.qkv(self.fc(torch.cat((embeds, hidden), dim=-1)))
         attention.append(0, fused.unflatten(2, (-1, self.sizes.head_dim)))
 
@@ -122,25 +122,27 @@ class CachedPasses:
 
     def _rotation(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin; what is padding may lie beyond the last position."""
-        found: tuple[Tensor, Tensor] = self._rotary(
+        rotation: tuple[Tensor, Tensor] = self._rotary(
             positions.clamp(max=self._sizes.max_positions - 1), like
         )
-        return found
+        return rotation
 
-    def attention(self, like: Tensor, positions: Tensor, places: Tensor, seen: Tensor) -> Attention:
+    def attention(
+        self, like: Tensor, positions: Tensor, cache_positions: Tensor, seen: Tensor
+    ) -> Attention:
         """Of tokens at rotary `positions` that are written to `places`, both [row, token].
 
         `seen` [row, 1, token, position] says what each of them sees.
         """
-        num_rows, cache, sizes = len(places), self._cache, self._sizes
+        num_rows, cache, sizes = len(cache_positions), self._cache, self._sizes
         cos, sin = self._rotation(positions, like)
-        rows = torch.arange(num_rows, device=places.device)[:, None]
+        rows = torch.arange(num_rows, device=cache_positions.device)[:, None]
         strips = cache.data[:, :num_rows, : seen.shape[3]].transpose(2, 3)
         window = CacheWindow(
             targets=cache.flat.unbind(0),
             keys=strips[:, :, : sizes.num_kv_heads].unbind(0),
             values=strips[:, :, sizes.num_kv_heads :].unbind(0),
-            index=(rows * cache.num_positions + places).flatten(),
+            index=(rows * cache.num_positions + cache_positions).flatten(),
         )
         if self._kernels is None:
             return Attention(sizes, cos, sin, added_mask(seen, like.dtype), window=window)
@@ -188,10 +190,10 @@ class HeadPasses(CachedPasses):
         """Append pairs [token, width] to a slot, from position 0 on."""
         fused = self._qkv.apply(self._fc.apply(torch.cat((embeds, hidden), dim=1)))
         split = fused.view(1, len(fused), -1, self._sizes.head_dim)
-        places = torch.arange(len(fused), device=fused.device)[None]
+        positions = torch.arange(len(fused), device=fused.device)[None]
         keys_values = split[:, :, self._sizes.num_heads :]
-        rotate_(keys_values[:, :, : self._sizes.num_kv_heads], *self._rotation(places, fused))
-        index = (slot * self._cache.num_positions + places).flatten()
+        rotate_(keys_values[:, :, : self._sizes.num_kv_heads], *self._rotation(positions, fused))
+        index = (slot * self._cache.num_positions + positions).flatten()
         CacheWindow(targets=self._cache.flat.unbind(0), index=index).write(0, keys_values)
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from deft_policies.model.kernels.launch import FusedKernels
 
 # Numbers of a row of a pass, before the tokens, depths and ancestors of its nodes: the position of
-# the root, whose answer it is, the positions of its prompt (0: nobody's), its slot, and how many
+# the root, whose answer it is, the positions of its prompt (0: none), its slot, and how many
 # positions see each other.
 ROOT, ANSWER, NUM_PROMPT, SLOT, TWO_WAY, NUM_HEADER = range(6)
 MOST_DEEP = 128  # nodes above the deepest of a tree, at most

@@ -1,7 +1,7 @@
 """What PaliGemma has that Llama and OpenVLA's towers have not.
 
 Gemma-1's layers are Llama's but for two things: the MLP opens by GELU (`LlamaSizes.gate`), and the
-norms multiply by 1 + weight, which whoever loads them adds. In front, embeddings of words are
+norms multiply by 1 + weight; the loader adds the 1. In front, embeddings of words are
 multiplied by the root of the width, and those of pictures are not. Its tower is SigLIP as a whole:
 the last block and the final norm are used, and GELU is the one by tanh.
 """

@@ -36,12 +36,12 @@ class Reserve:
     def lengths(self) -> tuple[int, ...]:
         """Positions of captured prompts, the shortest first; others are padded to the next."""
         span = self.longest - self.shortest
-        found = [math.ceil((self.shortest + share * span) / LENGTH_STEP) for share in _SHARES]
-        return tuple(dict.fromkeys(LENGTH_STEP * one for one in found))
+        counts = [math.ceil((self.shortest + share * span) / LENGTH_STEP) for share in _SHARES]
+        return tuple(dict.fromkeys(LENGTH_STEP * count for count in counts))
 
     def padded(self, num_positions: int) -> int | None:
         """The captured length that a prompt is padded to; None where it is too long."""
-        return next((one for one in self.lengths if one >= num_positions), None)
+        return next((length for length in self.lengths if length >= num_positions), None)
 
     @property
     def batches(self) -> tuple[int, ...]:
@@ -105,9 +105,9 @@ class StepRunner:
         """The same for tensors of so many rows each, padded to a captured batch if there is one."""
         num_rows = len(inputs[0])
         if self.reserve is not None and num_rows <= self.reserve.rows:
-            inputs = tuple(_pad_batch(one) for one in inputs)
-        shapes = tuple(one.shape for one in inputs)
-        return tuple(one[:num_rows] for one in self.run((key, shapes), step, inputs))
+            inputs = tuple(_pad_batch(tensor) for tensor in inputs)
+        shapes = tuple(tensor.shape for tensor in inputs)
+        return tuple(output[:num_rows] for output in self.run((key, shapes), step, inputs))
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
@@ -142,10 +142,10 @@ def _pad_batch(values: Tensor) -> Tensor:
     return torch.cat((values, values[:1].expand(missing, *values.shape[1:])))
 
 
-def _copy(kept: Tensors, given: Tensors) -> None:
+def _copy(targets: Tensors, sources: Tensors) -> None:
     """Copy tensors to where they are read, those of one format in one launch."""
-    for dtype in {tensor.dtype for tensor in kept}:
-        pairs = [pair for pair in zip(kept, given, strict=True) if pair[0].dtype == dtype]
+    for dtype in {tensor.dtype for tensor in targets}:
+        pairs = [pair for pair in zip(targets, sources, strict=True) if pair[0].dtype == dtype]
         torch._foreach_copy_([one for one, _ in pairs], [other for _, other in pairs])
 
 
@@ -168,16 +168,16 @@ class _Outside(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
+        outputs = func(*args, **(kwargs or {}))
         for tensor in _tensors((args, kwargs)):
             if _address(tensor) not in self._made:
                 self.held[_address(tensor)] = tensor
-        self._made |= {_address(one) for one in _tensors(found)} - self.held.keys()
-        return found
+        self._made |= {_address(one) for one in _tensors(outputs)} - self.held.keys()
+        return outputs
 
 
 def _tensors(tree: object) -> list[Tensor]:
-    return [one for one in tree_leaves(tree) if isinstance(one, Tensor)]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _address(tensor: Tensor) -> int:

@@ -51,14 +51,14 @@ class ImageProcessor:
     ) -> Tensor:
         """Normalise fitted frames on a device: [row, 3 * tower, size, size].
 
-        The towers' channels stand side by side, in the towers' order.
+        The towers' channels lie side by side, in the towers' order.
         """
         codes = self._codes(fitted, device)
         table = self._table(codes.device, dtype).view(1, -1, 3, 256)
         rows, _, height, width = codes.shape
         towers = table.shape[1]
-        every = codes.reshape(rows, 1, 3, -1).expand(-1, towers, -1, -1)
-        values = table.expand(rows, -1, -1, -1).gather(3, every)
+        by_tower = codes.reshape(rows, 1, 3, -1).expand(-1, towers, -1, -1)
+        values = table.expand(rows, -1, -1, -1).gather(3, by_tower)
         return values.view(rows, 3 * towers, height, width)
 
     def _codes(self, fitted: Sequence[Image], device: torch.device | None) -> Tensor:
@@ -67,17 +67,17 @@ class ImageProcessor:
         for index, image in enumerate(fitted):
             by_shape.setdefault(image.shape, []).append(index)
         parts = []
-        for some in by_shape.values():
-            frames = to_device(np.stack([fitted[index] for index in some]), device)
+        for group in by_shape.values():
+            frames = to_device(np.stack([fitted[index] for index in group]), device)
             frames = frames.permute(0, 3, 1, 2)
             if frames.shape[2:] != (self._config.size,) * 2:
                 frames = resize_on_device(frames, self._config)
             parts.append(frames.long())
         if len(parts) == 1:
             return parts[0]
-        order = [index for some in by_shape.values() for index in some]
-        places = to_device(np.argsort(order).tolist(), parts[0].device)
-        return torch.cat(parts).index_select(0, places)
+        order = [index for group in by_shape.values() for index in group]
+        inverse = to_device(np.argsort(order).tolist(), parts[0].device)
+        return torch.cat(parts).index_select(0, inverse)
 
     def _build_table(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(build_normalization_table(self._config)).to(device, dtype)
@@ -139,7 +139,7 @@ def resize_on_device(frames: Tensor, config: ImageProcessorConfig) -> Tensor:
     way = _find_way(height, width, config)
     wide = frames.to(torch.float32, memory_format=torch.contiguous_format)
     if way.down or way.across:
-        fill = [float(one) for one in config.letterbox_fill]
+        fill = [float(share) for share in config.letterbox_fill]
         channels = [
             functional.pad(wide[:, index], (way.across, way.across, way.down, way.down), value=one)
             for index, one in enumerate(fill)

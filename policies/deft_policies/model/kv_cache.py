@@ -157,17 +157,17 @@ def prefill_layout(lengths: Tensor, depths: Tensor, padded: int) -> tuple[Tensor
     token.
     """
     num_guesses = depths.shape[1] - 1
-    places = torch.arange(padded + num_guesses, device=lengths.device)[None, :]
+    indices = torch.arange(padded + num_guesses, device=lengths.device)[None, :]
     if num_guesses == 0:
-        every = places.expand(len(lengths), -1)
-        return every, every, lengths[:, None] - 1
-    behind = places - lengths[:, None]  # 0 is the first guess
+        all_indices = indices.expand(len(lengths), -1)
+        return all_indices, all_indices, lengths[:, None] - 1
+    behind = indices - lengths[:, None]  # 0 is the first guess
     is_guess = (behind >= 0) & (behind < num_guesses)
     is_padding = behind >= num_guesses
-    sources = torch.where(is_guess, padded + behind, places - is_padding * num_guesses)
+    sources = torch.where(is_guess, padded + behind, indices - is_padding * num_guesses)
     node = (behind + 1).clamp(0, num_guesses)
     guessed = lengths[:, None] - 1 + depths.gather(1, node)
-    positions = torch.where(is_guess, guessed, places)
+    positions = torch.where(is_guess, guessed, indices)
     return sources, positions, tree_positions(lengths - 1, depths.shape[1])
 
 
@@ -179,10 +179,10 @@ def prefill_mask(
     `nodes` [row, node] are the positions of the tree's nodes. The first `two_way` [row] positions
     see each other.
     """
-    places = torch.arange(num_positions, device=ancestors.device)
-    mask = (places[:, None] >= places).repeat(len(ancestors), 1, 1)
+    positions = torch.arange(num_positions, device=ancestors.device)
+    mask = (positions[:, None] >= positions).repeat(len(ancestors), 1, 1)
     if two_way is not None:
-        inside = places < two_way[:, None]
+        inside = positions < two_way[:, None]
         mask |= inside[:, :, None] & inside[:, None, :]
     rows = torch.arange(len(ancestors), device=ancestors.device)[:, None, None]
     mask[rows, nodes[:, 1:, None], nodes[:, None, :]] = ancestors[:, 1:]

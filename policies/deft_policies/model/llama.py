@@ -1,7 +1,7 @@
 """The Llama decoder as modules: every size from configuration, whole sequences, gradients.
 
 The query, key and value weights are one matrix, and so are gate and up. Inference runs the same
-weights through a cache: see `passes`. Draft heads are single layers, and attend alike.
+weights through a cache: see `passes`. Draft heads are single layers with the same attention.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -53,10 +53,10 @@ class RotaryTable(nn.Module):
                 table = self._table = self._compute().to(like.device, like.dtype)
         if isinstance(positions, int):
             num_rows, num_tokens = like.shape[:2]
-            found = table[positions : positions + num_tokens].expand(num_rows, -1, -1)
+            rotation = table[positions : positions + num_tokens].expand(num_rows, -1, -1)
         else:
-            found = functional.embedding(positions, table)
-        cos, sin = found.unsqueeze(2).chunk(2, dim=3)
+            rotation = functional.embedding(positions, table)
+        cos, sin = rotation.unsqueeze(2).chunk(2, dim=3)
         return cos, sin
 
     def _compute(self) -> Tensor:
@@ -77,7 +77,7 @@ class RotaryTable(nn.Module):
 
 
 class MRopeTable(RotaryTable):
-    """M-RoPE of Qwen2.5-VL, where pictures stand at the same slots of every sequence.
+    """M-RoPE of Qwen2.5-VL, where pictures have the same slots in every sequence.
 
     A token has three positions: time, row and column; sections of the frequencies turn by one each.
     What slot a token is in says all three, so passes go on counting slots.

@@ -98,8 +98,8 @@ class PackedAttention:
         by_start = {group.tokens.start: group for group in self.groups}
         group = self.groups[0]
         for row in rows:
-            wanted = range(row.num_tokens) if row.wanted is None else row.wanted
-            kept += [first + one for one in wanted]
+            tokens = range(row.num_tokens) if row.wanted is None else row.wanted
+            kept += [first + token for token in tokens]
             if first in by_start:
                 group = by_start[first]
                 groups.append(group if row.wanted is None else _narrowed(group, row, self.sums_in))
@@ -131,10 +131,10 @@ def attend_packed(
     """The attention of a pass and that of its last layer, None where that is the same."""
     sums_in = dtype if product_rows is None else torch.float64
     groups, first = [], 0
-    for some in _alike(rows):
-        row, num_rows = some[0], len(some)
+    for group in _alike(rows):
+        row, num_rows = group[0], len(group)
         num_tokens, slots = row.num_tokens * num_rows, slice(row.slot, row.slot + num_rows)
-        mask, is_causal = _mask_of(some, sums_in, cache.data.device)
+        mask, is_causal = _mask_of(group, sums_in, cache.data.device)
         window = cache.open_same(slots, row.start, row.num_tokens)
         tokens = slice(first, first + num_tokens)
         groups.append(_Group(tokens, num_rows, window, mask, is_causal))
@@ -169,7 +169,7 @@ def _mask_of(
     """What is added to the scores of a group, and whether its shape alone is causal."""
     row = rows[0]
     if row.mask is not None:
-        masks = np.stack([one.mask for one in rows if one.mask is not None])
+        masks = np.stack([row.mask for row in rows if row.mask is not None])
         return added_mask(to_device(masks, device).unsqueeze(1), sums_in), False
     if row.num_tokens == 1 or row.start == 0:
         return None, row.num_tokens > 1

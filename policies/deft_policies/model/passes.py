@@ -38,7 +38,7 @@ class MixesTokens(Protocol):
     def mix(self, layer: int, fused: Tensor) -> Tensor:
         """From queries, keys and values of every token to mixed values [token out, inner].
 
-        Appends keys and values to the cache. More rows may stand behind, given and returned.
+        Appends keys and values to the cache. More rows may follow; they are returned, too.
         """
 
     def keep(self, hidden: Tensor) -> Tensor:
@@ -94,7 +94,10 @@ class LlamaPasses:
         # None: products get the rows that there are.
         self.rows = self._find_rows(decoder) if is_invariant or self._head_is_fused else None
         if self.rows is not None and self.rows.in_blocks:
-            for one in (self.head, *(one for layer in self._layers for one in layer.products)):
+            for one in (
+                self.head,
+                *(product for layer in self._layers for product in layer.products),
+            ):
                 one.rows = self.rows
 
     @property
@@ -157,7 +160,7 @@ class LlamaPasses:
     def _note(
         self, layer: int, hidden: Tensor, wanted: MixesTokens, states: list[Tensor] | None
     ) -> None:
-        """Copy the hidden states in front of a layer, counted from 0, where somebody reads them."""
+        """Copy the hidden states in front of a layer, counted from 0, if they are read."""
         if states is not None and layer in self.read_layers:
             kept = wanted.keep(hidden)
             states.append((kept.clone() if kept is hidden else kept)[: wanted.num_out])
@@ -206,15 +209,17 @@ def _layer_of(layer: nn.Module, kernels: "FusedKernels | None", packs: bool) -> 
 
 def _fused_layers(layers: list[_Layer]) -> list[_FusedLayer] | None:
     """The layers' matrices; None where not all of them are multiplied by fused kernels."""
-    found = []
+    fused = []
     for layer in layers:
-        matrices = [one.matrix for one in layer.products if isinstance(one, FusedProduct)]
+        matrices = [
+            product.matrix for product in layer.products if isinstance(product, FusedProduct)
+        ]
         if len(matrices) < len(layer.products):
             return None
         qkv, out, gate_up, down = matrices
         norms = layer.attention_norm, layer.mlp_norm
-        found.append(_FusedLayer(norms[0], qkv, out, norms[1], gate_up, down))
-    return found
+        fused.append(_FusedLayer(norms[0], qkv, out, norms[1], gate_up, down))
+    return fused
 
 
 class Norm(Protocol):

@@ -95,7 +95,7 @@ class DenseProduct(Product):
     """By torch, from the weight as it is."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, adds_later: bool) -> None:
-        """With `adds_later` nothing is added in place, so that rows can be computed alike."""
+        """With `adds_later` nothing is added in place, so that rows can be computed like others."""
         self._weight, self._bias = weight, bias
         self._turned = weight.t()
         self._adds_later = adds_later or bias is not None

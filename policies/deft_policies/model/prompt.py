@@ -80,7 +80,7 @@ class PromptEncoder:
         return (*ids, self._blank)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special ones left out; ids that stand for no piece are ⟦id⟧."""
+        """The text of ids, special ones left out; ids without a piece are ⟦id⟧."""
         text: str = self._tokenizer.decoder.decode(self._pieces(ids))
         return text
 
@@ -89,19 +89,19 @@ class PromptEncoder:
 
         Unlike in `decode`'s, a byte is a character.
         """
-        pieces = ["".join(self._pieces([one])).replace(BLANK_PIECE, " ") for one in ids]
-        words = [_BYTE.sub(lambda found: chr(int(found[1], 16)), one) for one in pieces]
-        return "".join(words), [len(one) for one in words]
+        pieces = ["".join(self._pieces([token])).replace(BLANK_PIECE, " ") for token in ids]
+        words = [_BYTE.sub(lambda found: chr(int(found[1], 16)), piece) for piece in pieces]
+        return "".join(words), [len(word) for word in words]
 
     def find_piece(self, piece: str) -> int:
         """The id of a piece that must be there."""
-        found: int | None = self._tokenizer.token_to_id(piece)
-        if found is None:
+        piece_id: int | None = self._tokenizer.token_to_id(piece)
+        if piece_id is None:
             raise CheckpointError(
                 f"{self._source} has no piece {piece!r}; expected a Llama tokenizer"
             )
-        return found
+        return piece_id
 
     def _pieces(self, ids: Sequence[int]) -> list[str]:
         name = self._tokenizer.id_to_token
-        return [name(one) or f"⟦{one}⟧" for one in ids if one not in self._unsaid]
+        return [name(token) or f"⟦{token}⟧" for token in ids if token not in self._unsaid]

@@ -64,8 +64,10 @@ def quantize_linears(
     """
     if quantization is Quantization.NONE:
         return []
-    linears = {name: one for name, one in module.named_modules() if isinstance(one, nn.Linear)}
-    kept = [name for name, one in linears.items() if not _fits(one, quantization, device)]
+    linears = {
+        name: linear for name, linear in module.named_modules() if isinstance(linear, nn.Linear)
+    }
+    kept = [name for name, linear in linears.items() if not _fits(linear, quantization, device)]
     if quantization is Quantization.FP8:
         for name, linear in linears.items():
             if name not in kept:
@@ -118,14 +120,14 @@ def _import_torchao() -> ModuleType:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep the library's remarks about kernels it could not load, and its own deprecations, in."""
-    before = logging.root.manager.disable
+    level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(before)
+        logging.disable(level)
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ class QwenVision(nn.Module):
 
 
 class _Block(nn.Module):
-    """Attention and a gated MLP, each behind a norm and beside a residual."""
+    """Attention and a gated MLP, each behind a norm and added to a residual."""
 
     def __init__(self, sizes: QwenVisionSizes) -> None:
         super().__init__()
@@ -161,18 +161,20 @@ class _Block(nn.Module):
         hidden = hidden + self.attn["proj"](attended)
         normed = _normed(self.norm2, hidden, kernels)
         gated = functional.silu(self.mlp["gate_proj"](normed)) * self.mlp["up_proj"](normed)
-        found: Tensor = hidden + self.mlp["down_proj"](gated)
-        return found
+        outputs: Tensor = hidden + self.mlp["down_proj"](gated)
+        return outputs
 
     def _attend(self, normed: Tensor, layout: PictureLayout, windows: Sequence[int]) -> Tensor:
         split = self.attn["qkv"](normed).unflatten(2, (3, self.num_heads, -1))
         queries, keys = _rotated(split[:, :, :2], layout).unbind(2)  # [picture, patch, head, ...]
         heads = [queries, keys, split[:, :, 2]]
         if len(set(windows)) == 1:  # all at once
-            parts = [one.reshape(-1, windows[0], *one.shape[2:]).transpose(1, 2) for one in heads]
+            parts = [
+                head.reshape(-1, windows[0], *head.shape[2:]).transpose(1, 2) for head in heads
+            ]
             mixed = functional.scaled_dot_product_attention(*parts)
             return mixed.transpose(1, 2).reshape(normed.shape)
-        by_window = [torch.split(one.transpose(1, 2), list(windows), dim=2) for one in heads]
+        by_window = [torch.split(head.transpose(1, 2), list(windows), dim=2) for head in heads]
         several = [
             functional.scaled_dot_product_attention(*window)
             for window in zip(*by_window, strict=True)
@@ -183,8 +185,8 @@ class _Block(nn.Module):
 def _normed(norm: nn.Module, hidden: Tensor, kernels: "FusedKernels | None") -> Tensor:
     """`RMSNorm` of [picture, patch, width]."""
     if kernels is None:
-        found: Tensor = norm(hidden)
-        return found
+        normed: Tensor = norm(hidden)
+        return normed
     assert isinstance(norm, RMSNorm)
     return kernels.rms_norm(hidden.flatten(0, 1), norm.weight, norm.eps).view(hidden.shape)
 

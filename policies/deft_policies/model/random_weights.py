@@ -49,7 +49,7 @@ def ecot_7b() -> OpenVLAConfig:
 
 def openvla_small() -> OpenVLAConfig:
     """A model that answers on a laptop, with the 7B's ratio of decoder to towers."""
-    towers = (replace(one, width=96, depth=5, heads=3, mlp=384) for one in (DINOV2, SIGLIP))
+    towers = (replace(tower, width=96, depth=5, heads=3, mlp=384) for tower in (DINOV2, SIGLIP))
     return replace(
         openvla_7b(),
         llm=_llama(1088, 256, 688, num_layers=12, num_heads=8),

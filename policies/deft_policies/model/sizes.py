@@ -123,7 +123,7 @@ class ImageProcessorConfig:
 
 
 def find_action_tokens(text_vocab_size: int, num_bins: int = DEFAULT_NUM_BINS) -> TokenRange:
-    """Ids that stand for bins: the last `num_bins` of the text vocabulary.
+    """Ids of bins: the last `num_bins` of the text vocabulary.
 
     Ids grow as values fall: the last id is the lowest bin.
     """
@@ -132,7 +132,7 @@ def find_action_tokens(text_vocab_size: int, num_bins: int = DEFAULT_NUM_BINS) -
 
 @dataclass(frozen=True)
 class TrainingNotes:
-    """What somebody noted of a checkpoint's training; empty where nobody did."""
+    """Notes on a checkpoint's training; empty where there are none."""
 
     instructions: tuple[str, ...] = ()
     assets: str = ""  # of the simulator, as LIBERO's results name them
@@ -157,7 +157,7 @@ class VlaConfig(Protocol):
 
     @property
     def training(self) -> TrainingNotes:
-        """What somebody noted."""
+        """The notes."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -69,16 +69,16 @@ class ActionStatistics:
         return np.where(self.mask, self.high, 1.0)
 
 
-def find_statistics_key(known: Sequence[str], key: str | None) -> str:
+def find_statistics_key(keys: Sequence[str], key: str | None) -> str:
     """Return the key meant by the caller, or raise `UnknownStatisticsKeyError`.
 
     Without a key there must be exactly one to choose from. A suite's name also finds the
     statistics of its filtered data set (`libero_goal` finds `libero_goal_no_noops`).
     """
-    if key is None and len(known) == 1:
-        return known[0]
-    if key is not None and key in known:
+    if key is None and len(keys) == 1:
+        return keys[0]
+    if key is not None and key in keys:
         return key
-    if key is not None and key + FILTERED_SUFFIX in known:
+    if key is not None and key + FILTERED_SUFFIX in keys:
         return key + FILTERED_SUFFIX
-    raise UnknownStatisticsKeyError(key, known)
+    raise UnknownStatisticsKeyError(key, keys)

@@ -156,18 +156,18 @@ def run_side_by_side(parts: Sequence[Callable[[], Tensor]], device: torch.device
     """
     if device.type != "cuda" or len(parts) == 1:
         return [part() for part in parts]
-    here = torch.cuda.current_stream(device)
+    current = torch.cuda.current_stream(device)
     first, *others = parts
     aside = [torch.cuda.Stream(device) for _ in others]  # type: ignore[no-untyped-call]
     results = []
     for stream, part in zip(aside, others, strict=True):
-        stream.wait_stream(here)
+        stream.wait_stream(current)
         with torch.cuda.stream(stream):
             results.append(part())
     mine = first()
     for stream, result in zip(aside, results, strict=True):
-        here.wait_stream(stream)
-        result.record_stream(here)
+        current.wait_stream(stream)
+        result.record_stream(current)
     return [mine, *results]
 
 

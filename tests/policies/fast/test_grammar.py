@@ -20,7 +20,7 @@ from deft_policies.decoding.tree import DraftTree, merge
 from deft_policies.errors import CheckpointError
 from deft_policies.fast.answer import FORBIDDEN, AnswerGrammar, TokenGrammar
 from deft_policies.fast.files import read_codec
-from deft_policies.fast.grammar import LOST, ChunkGrammar, Place, read_piece, strides_of
+from deft_policies.fast.grammar import DEAD, ChunkGrammar, ChunkState, read_piece, strides_of
 from tests.draws import draws
 from tests.policies.fast.test_codec import FOLDERS, GOLDEN
 
@@ -84,17 +84,17 @@ def test_a_code_may_follow_where_an_action_can_still_come_of_it(
             ChunkGrammar(pieces, num)
         return
     grammar = ChunkGrammar(pieces, num)
-    ways: list[tuple[bytes, Place]] = [(b"", grammar.start)]
+    ways: list[tuple[bytes, ChunkState]] = [(b"", grammar.start)]
     while ways:
-        text, place = ways.pop()
-        allowed = grammar.allowed(place).tolist()
+        text, state = ways.pop()
+        allowed = grammar.allowed(state).tolist()
         assert allowed == [can_end(pieces, text + one, num) for one in pieces]
-        assert any(allowed) != grammar.is_whole(place)
+        assert any(allowed) != grammar.is_whole(state)
         some = [code for code, one in enumerate(allowed) if one]
-        assert grammar.only_code(place) == (some[0] if len(some) == 1 else None)
+        assert grammar.only_code(state) == (some[0] if len(some) == 1 else None)
         for code, piece in enumerate(pieces):
-            behind = grammar.after(place, code)
-            assert (behind != LOST) == allowed[code]
+            behind = grammar.after(state, code)
+            assert (behind != DEAD) == allowed[code]
             if allowed[code]:
                 ways.append((text + piece, behind))
 
@@ -105,10 +105,10 @@ def test_a_published_kind_of_tokenizer_can_go_on_from_everywhere(folder: str, nu
     codec, random = read_codec(GOLDEN / folder), np.random.default_rng(num)
     grammar = ChunkGrammar(codec.pieces, num)
     for _ in range(100):
-        place, codes = grammar.start, list[int]()
-        while not grammar.is_whole(place):
-            codes.append(int(random.choice(np.flatnonzero(grammar.allowed(place)))))
-            place = grammar.after(place, codes[-1])
+        state, codes = grammar.start, list[int]()
+        while not grammar.is_whole(state):
+            codes.append(int(random.choice(np.flatnonzero(grammar.allowed(state)))))
+            state = grammar.after(state, codes[-1])
         assert len(codec.coefficients(codes)) == num
 
 
@@ -192,7 +192,7 @@ def write(
 
 
 def free_tokens(logits: Logits, answer: Answer) -> list[int]:
-    """What an answer's model prefers in each place where several codes could follow."""
+    """What an answer's model prefers in each state where several codes could follow."""
     found, text = list[int](), b""
     for index, token in enumerate(answer.tokens):
         several = sum(can_end(PIECES, text + one, NUM) for one in PIECES) > 1
@@ -220,12 +220,12 @@ def test_drawn_answers_change_only_where_they_are_no_action() -> None:
         logits, free = drawn_model(seed), list[int]()
         while len(free) < 12 and END not in free:
             free.append(int(logits(free).argmax()))
-        place, masked = chunk.start, list[int]()
-        while not chunk.is_whole(place):
+        state, masked = chunk.start, list[int]()
+        while not chunk.is_whole(state):
             codes = logits(masked)[FIRST_CODE : FIRST_CODE + len(PIECES)].numpy()
-            code = int(np.where(chunk.allowed(place), codes, -np.inf).argmax())
+            code = int(np.where(chunk.allowed(state), codes, -np.inf).argmax())
             masked.append(FIRST_CODE + code)
-            place = chunk.after(place, code)
+            state = chunk.after(state, code)
         assert is_action([*masked, END])
         if is_action(free):
             num_actions += 1

@@ -1,1 +1,1 @@
-"""Rules that decide which drafted tokens may stand for the target's own."""
+"""Rules that decide which drafted tokens are accepted instead of the target's own."""

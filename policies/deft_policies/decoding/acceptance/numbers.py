@@ -1,6 +1,6 @@
-"""Actions that are written as numbers: where a text stands, and how far it is from the target's.
+"""Actions that are written as numbers: parsing a text, and its distance from the target's.
 
-A digit means nothing without those beside it, so whole numbers are compared, on the host.
+A digit means nothing without the others of its number, so whole numbers are compared, on the host.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ class WrittenNumbers:
     """An answer of numbers so far, as the host knows it."""
 
     tokens: Sequence[int]
-    target_tokens: Sequence[int]  # given what stands before each
+    target_tokens: Sequence[int]  # given the tokens before each
     space: ActionSpace  # number by number
     drift: tuple[float, ...]  # [dimension], executed minus the target's over past steps
 
 
 @dataclass(frozen=True)
-class NumberPlace:
-    """Where a text stands: within a number, perhaps before its first digit."""
+class NumberState:
+    """How far a number has been written: perhaps not its first digit yet."""
 
     index: int  # of the number
     drift: tuple[float, ...]
@@ -44,35 +44,35 @@ class NumberPlace:
     def dimension(self) -> int:
         return self.index % len(self.drift)
 
-    def after(self, token: int, expected: int, largest: int) -> NumberPlace | None:
+    def after(self, token: int, expected: int, largest: int) -> NumberState | None:
         """Behind another token; None where an end or a space is not the target's own."""
         if token >= SPACE or expected >= SPACE:
             if token != expected:
                 return None
             drift = list(self.drift)
             drift[self.dimension] += self.deviation
-            return NumberPlace(self.index + 1, tuple(drift))
-        reach, before = self.reach, 10 * self.value
+            return NumberState(self.index + 1, tuple(drift))
+        reach, shifted = self.reach, 10 * self.value
         if reach is None and token != expected:
-            reach = _reach(before + expected, self.length + 1, largest)
-        return NumberPlace(self.index, self.drift, before + token, self.length + 1, reach)
+            reach = _reach(shifted + expected, self.length + 1, largest)
+        return NumberState(self.index, self.drift, shifted + token, self.length + 1, reach)
 
 
 def _reach(value: int, length: int, largest: int) -> tuple[int, int]:
     """The least and the most that a number can be which begins with these digits."""
-    powers = [10**more for more in range(1, len(str(largest)) - length + 1)]
-    longer = [min((value + 1) * one - 1, largest) for one in powers if value * one <= largest]
+    powers = [10**num_digits for num_digits in range(1, len(str(largest)) - length + 1)]
+    longer = [min((value + 1) * power - 1, largest) for power in powers if value * power <= largest]
     return value, max([value, *longer])
 
 
-def read(written: WrittenNumbers, num_numbers: int | None = None) -> NumberPlace:
-    """Where the text leads, or the first of its numbers; its spaces are the target's own."""
-    place = NumberPlace(0, written.drift)
+def read(written: WrittenNumbers, num_numbers: int | None = None) -> NumberState:
+    """The state behind a text, or its first numbers; its spaces are the target's own."""
+    state = NumberState(0, written.drift)
     for token, expected in zip(written.tokens, written.target_tokens, strict=True):
-        if place.index == num_numbers:
+        if state.index == num_numbers:
             break
-        place = place.after(token, expected, written.space.largest_number) or place
-    return place
+        state = state.after(token, expected, written.space.largest_number) or state
+    return state
 
 
 def drift_of_steps(last: WrittenNumbers, num_steps: int) -> tuple[float, ...]:

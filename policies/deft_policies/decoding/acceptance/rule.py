@@ -269,8 +269,11 @@ class JudgedTree:
         fine = [depth <= self.deepest for depth in self.depths]
         if spec.stop is not None:
             no_stop = self.whole_paths([not spec.ends_with(token) for token in tree.tokens])
-            fine = [one and other for one, other in zip(fine, no_stop, strict=True)]
-        return [node <= tree.root or (one and fine[node]) for node, one in enumerate(accepted)]
+            fine = [is_fine and other for is_fine, other in zip(fine, no_stop, strict=True)]
+        return [
+            node <= tree.root or (is_accepted and fine[node])
+            for node, is_accepted in enumerate(accepted)
+        ]
 
     def longest(self, may_end: list[bool]) -> list[int]:
         """Of nodes where a path may end, those of the longest paths, in order."""
@@ -285,7 +288,7 @@ class JudgedTree:
         """Orders equally long paths: total distance of accepted guesses, how unlikely, the node."""
         tree = self.tree
         path = tree.path_to(node)[tree.root + 1 :]
-        distance = sum(self.distance(one) for one in path if accepted[one])
+        distance = sum(self.distance(above) for above in path if accepted[above])
         known = tree.log_probs[node] if node < len(tree.log_probs) else 0.0
         return distance, -known, node
 
@@ -328,8 +331,8 @@ class ScoredNodes:
         """The target's log-probability of each drafted token, -inf off the action range. [node]."""
         num_bins = len(self.action_tokens)
         bins = (self.drafted - self.action_tokens.first).clamp(0, num_bins - 1)
-        found = self.action_log_probs.gather(1, bins[:, None]).squeeze(1)
-        return found.masked_fill(~self.action_tokens.contains(self.drafted), -math.inf)
+        log_probs = self.action_log_probs.gather(1, bins[:, None]).squeeze(1)
+        return log_probs.masked_fill(~self.action_tokens.contains(self.drafted), -math.inf)
 
     def kth_largest(self, k: int) -> Tensor:
         """The k-th largest log-probability of an action token where each node was predicted."""

@@ -45,7 +45,7 @@ class DraftSource(ABC):
 
     def draft_all(self, sequences: Items[Sequence]) -> list[Guesses]:
         """The guesses of several answers."""
-        return [self.draft(one, one.num_missing) for one in sequences]
+        return [self.draft(sequence, sequence.num_missing) for sequence in sequences]
 
 
 class ModelSource(DraftSource):
@@ -88,14 +88,16 @@ class PluginSource(ModelSource):
     def __init__(self, found: EntryPoint, target: Target) -> None:
         self._found, self._num_tokens = found, target.num_tokens
         with naming(found, "drafts"):
-            made = load_source(found)(target)
-            if not isinstance(made, DraftSource):
-                raise PolicyError(f"must make a DraftSource, got {type(made).__name__}")
-            if getattr(made, "kind", None) != found.name:
-                raise PolicyError(f"must make a source whose kind is {found.name!r}, got {made!r}")
-            self._source = made
-            self._model = made if isinstance(made, ModelSource) else None
-            self.kind, self.early = made.kind, made.early
+            source = load_source(found)(target)
+            if not isinstance(source, DraftSource):
+                raise PolicyError(f"must make a DraftSource, got {type(source).__name__}")
+            if getattr(source, "kind", None) != found.name:
+                raise PolicyError(
+                    f"must make a source whose kind is {found.name!r}, got {source!r}"
+                )
+            self._source = source
+            self._model = source if isinstance(source, ModelSource) else None
+            self.kind, self.early = source.kind, source.early
             self.reads_prompts = self._model is not None and self._model.reads_prompts
 
     def begin(self, sequence: Sequence) -> None:
@@ -124,20 +126,21 @@ class PluginSource(ModelSource):
     def draft_all(self, sequences: Items[Sequence]) -> list[Guesses]:
         """As the plugin does, if its answer can be read."""
         with naming(self._found):
-            found = self._source.draft_all(sequences)
-            if not isinstance(found, list) or len(found) != len(sequences):
+            guessed = self._source.draft_all(sequences)
+            if not isinstance(guessed, list) or len(guessed) != len(sequences):
                 raise PolicyError(
-                    f"draft_all must return the guesses of {len(sequences)} answers, got {found!r}"
+                    f"draft_all must return the guesses of {len(sequences)} answers, "
+                    f"got {guessed!r}"
                 )
-            for guesses in found:
+            for guesses in guessed:
                 self._check(guesses)
-            return found
+            return guessed
 
     def _check(self, guesses: Guesses) -> None:
         if isinstance(guesses, Branches):
             self._check_branches(guesses)
             return
-        if not isinstance(guesses, list) or not all(isinstance(one, list) for one in guesses):
+        if not isinstance(guesses, list) or not all(isinstance(guess, list) for guess in guesses):
             raise PolicyError(
                 f"draft must return a list of chains, each a list of tokens, got {guesses!r}"
             )

@@ -18,8 +18,8 @@ from deft_policies.model.block_head import BlockHead
 from deft_policies.model.kv_cache import KVCache
 from deft_policies.model.staging import to_device
 
-# A draft of a chain is verified where the chance that it stands, and all before it, is at least so
-# large. Of exact methods alone: a relaxed method's answer depends on what is drafted.
+# A draft of a chain is verified where the chance that it and all before it are accepted is at least
+# so large. Of exact methods alone: a relaxed method's answer depends on what is drafted.
 LEAST_CHANCE = 0.2
 
 
@@ -81,17 +81,20 @@ class BlockDrafts(ModelSource):
 
     def draft_all(self, sequences: Items[Sequence]) -> list[Guesses]:
         """Captured steps for chains and for trees; a pass for each answer where there are none."""
-        found: dict[int, Guesses] = {}
+        by_answer: dict[int, Guesses] = {}
         by_way: dict[bool, list[Sequence]] = {}
-        for one in sequences:
-            if self._captured is not None and self._captured.takes(one):
-                by_way.setdefault(_is_chain(one), []).append(one)
+        for sequence in sequences:
+            if self._captured is not None and self._captured.takes(sequence):
+                by_way.setdefault(_is_chain(sequence), []).append(sequence)
             else:
-                found[id(one)] = _cut(one, *self._draft(one))
-        for is_chain, some in by_way.items():
-            drafted = self._replay(some, is_chain)
-            found |= {id(one): _cut(one, *of) for one, of in zip(some, drafted, strict=True)}
-        return [found[id(one)] for one in sequences]
+                by_answer[id(sequence)] = _cut(sequence, *self._draft(sequence))
+        for is_chain, group in by_way.items():
+            drafted = self._replay(group, is_chain)
+            by_answer |= {
+                id(sequence): _cut(sequence, *of)
+                for sequence, of in zip(group, drafted, strict=True)
+            }
+        return [by_answer[id(sequence)] for sequence in sequences]
 
     def _replay(
         self, sequences: Items[Sequence], is_chain: bool
@@ -99,11 +102,13 @@ class BlockDrafts(ModelSource):
         """Draft in a captured step."""
         captured, rows = self._captured, []
         assert captured is not None
-        for one in sequences:
-            context: _Context = one.notes[self.kind]
+        for sequence in sequences:
+            context: _Context = sequence.notes[self.kind]
             if len(context.nodes) > captured.most_pending:
-                self._take_in(one, context, context.nodes[: -captured.most_pending])
-            rows.append(BlockRow(one, context.num_cached, context.nodes, self._depth_of(one)))
+                self._take_in(sequence, context, context.nodes[: -captured.most_pending])
+            rows.append(
+                BlockRow(sequence, context.num_cached, context.nodes, self._depth_of(sequence))
+            )
             context.num_cached += len(context.nodes)
             context.nodes = []
         return captured.grow(rows, is_chain)
@@ -120,7 +125,7 @@ class BlockDrafts(ModelSource):
         return min(sequence.draft_depth, self.head.sizes.places, sequence.shape.levels)
 
     def _draft(self, sequence: Sequence) -> tuple[Branches, list[float]]:
-        """Draft for one answer; of a chain also how likely each draft stands."""
+        """Draft for one answer; of a chain also how likely each draft is accepted."""
         depth = max(self._depth_of(sequence), 1)
         context: _Context = sequence.notes[self.kind]
         if self._captured is not None:
@@ -156,8 +161,8 @@ class BlockDrafts(ModelSource):
         if not _is_chain(sequence) or draw is not None:
             return tree, []
         before = torch.cat((anchor, to_device(tree.tokens[:-1], device, torch.int64)))
-        said = self.head.said_before(before)
-        chances = self.head.chances(hidden[0, : len(before)], said).sigmoid()
+        embeds = self.head.previous_embeds(before)
+        chances = self.head.chances(hidden[0, : len(before)], embeds).sigmoid()
         return tree, chances.tolist()
 
     def _append(self, slot: int, start: int, states: Tensor) -> None:
@@ -172,7 +177,7 @@ def _is_chain(sequence: Sequence) -> bool:
 
 
 def _cut(sequence: Sequence, tree: Branches, chances: list[float]) -> Guesses:
-    """A chain of an exact method as far as it is likely to stand; else all that was drafted."""
+    """A chain of an exact method as far as it is likely accepted; else all that was drafted."""
     if not chances or not sequence.method.rule.is_exact:
         return tree
     chain: Chain = []

@@ -55,16 +55,16 @@ def largest(places: int) -> TreeShape:
 
 
 def bytes_of(layout: Layout, sizes: BlockSizes, itemsize: int) -> dict[str, int]:
-    """What is set aside for a head beside its weights, by what it is for."""
+    """Bytes that are allocated for a head besides its weights, by purpose."""
     backbone = sizes.backbone
     position = 2 * backbone.num_layers * backbone.num_kv_heads * backbone.head_dim * itemsize
     cached = layout.num_slots * (layout.longest + max(_PENDING, sizes.places)) * position
     states = (len(sizes.read_layers) + 1) * backbone.width * itemsize
     # Of nodes and prompts in the target's passes, and once more in the head's own memory.
-    kept = layout.num_nodes + 2 * layout.longest + layout.num_slots * bucket(layout.widest)
+    num_states = layout.num_nodes + 2 * layout.longest + layout.num_slots * bucket(layout.widest)
     num_graphs = 2 * len(layout.reserve.batches) + 1
     return {
-        "block head": cached + kept * states,
+        "block head": cached + num_states * states,
         "graphs of the block head": num_graphs * _NODES_OF_STEP * _BYTES_OF_NODE,
     }
 
@@ -112,9 +112,9 @@ class CapturedBlock:
 
     def _append_prompt(self) -> tuple[()]:
         slot, num_positions = self._numbers[:1], self._numbers[1]
-        places = torch.arange(len(self._prompt), device=slot.device)
-        is_padding = (places >= num_positions)[:, None]  # of another prompt
-        self._passes.append(self._prompt.masked_fill(is_padding, 0.0)[None], slot, places[None])
+        positions = torch.arange(len(self._prompt), device=slot.device)
+        is_padding = (positions >= num_positions)[:, None]  # of another prompt
+        self._passes.append(self._prompt.masked_fill(is_padding, 0.0)[None], slot, positions[None])
         return ()
 
     def keep(self, slot: int, states: Tensor) -> None:
@@ -136,17 +136,17 @@ class CapturedBlock:
     def append(self, sequence: Sequence, start: int, nodes: list[int]) -> None:
         """Take in committed positions behind which nothing is drafted."""
         for first in range(0, len(nodes), _PENDING):
-            some = nodes[first : first + _PENDING]
-            self._step([BlockRow(sequence, start + first, some, 1)], is_chain=True)
+            part = nodes[first : first + _PENDING]
+            self._step([BlockRow(sequence, start + first, part, 1)], is_chain=True)
 
     def grow(self, rows: Items[BlockRow], is_chain: bool) -> list[tuple[Branches, list[float]]]:
-        """Append what was committed and draft; of chains also how likely each draft stands."""
+        """Append what was committed and draft; of chains also how likely each draft is accepted."""
         num_rows = self._step(rows, is_chain)
         num_kept = self._places if is_chain else self._largest.num_guesses
         read = self._grown[:num_rows, :, :num_kept].cpu()
-        found, chances = read_packed(read[:, :4], None), read[:, 4].tolist()
+        grown, chances = read_packed(read[:, :4], None), read[:, 4].tolist()
         slots = [row.sequence.slot for row in rows]
-        return [(found[slot], chances[slot] if is_chain else []) for slot in slots]
+        return [(grown[slot], chances[slot] if is_chain else []) for slot in slots]
 
     def _step(self, rows: Items[BlockRow], is_chain: bool) -> int:
         by_slot = {row.sequence.slot: row for row in rows}
@@ -194,8 +194,8 @@ class CapturedBlock:
         states = take_rows(self._nodes[:num_rows], nodes)
         # What is behind the last one is written over by the block.
         self._passes.append(states, slots, start[:, None] + steps)
-        places = position[:, None] + torch.arange(self._places, device=numbers.device)
-        hidden = self._passes.run(self._target.embed(anchors), places, start + num)
+        positions = position[:, None] + torch.arange(self._places, device=numbers.device)
+        hidden = self._passes.run(self._target.embed(anchors), positions, start + num)
         head, tokens = self._head, self._head.sizes.tokens
         ahead = self._target.logits(hidden, tokens)
         first = head.follow(ahead, 0, anchors[:, None])[:, 0]
@@ -212,6 +212,6 @@ class CapturedBlock:
         self._grown[:num_rows, :4, : packed.shape[2]].copy_(packed)
         if is_chain:
             before = torch.cat((anchors[:, None], grown[0][:, :-1]), dim=1)
-            chances = head.chances(hidden, head.said_before(before)).sigmoid()
+            chances = head.chances(hidden, head.previous_embeds(before)).sigmoid()
             self._grown[:num_rows, 4, : self._places].copy_(chances)
         return ()

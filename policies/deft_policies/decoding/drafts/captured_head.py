@@ -92,7 +92,7 @@ def steps_of(batches: Items[int]) -> list[tuple[int, Way]]:
 
 
 def bytes_of(layout: Layout, sizes: LlamaSizes, itemsize: int) -> dict[str, int]:
-    """What is set aside for a head beside its weights, by what it is for.
+    """Bytes that are allocated for a head besides its weights, by purpose.
 
     `sizes` are the target's: a layer of the head is one of its own.
     """
@@ -152,9 +152,11 @@ class CapturedHead:
 
     def _prompt(self) -> tuple[()]:
         slot, num_pairs = self._numbers[0], self._numbers[1]
-        places = torch.arange(len(self._embeds), device=slot.device)
-        is_padding = (places >= num_pairs)[:, None]  # of another prompt
-        embeds, hidden = (one.masked_fill(is_padding, 0.0) for one in (self._embeds, self._hidden))
+        positions = torch.arange(len(self._embeds), device=slot.device)
+        is_padding = (positions >= num_pairs)[:, None]  # of another prompt
+        embeds, hidden = (
+            states.masked_fill(is_padding, 0.0) for states in (self._embeds, self._hidden)
+        )
         self._passes.read(embeds, hidden, slot)
         return ()
 
@@ -177,7 +179,9 @@ class CapturedHead:
         The odds of drawn drafts are overwritten by the next step.
         """
         by_slot = {row.sequence.slot: row for row in rows}
-        batches = [one for one, known in steps_of(self._layout.reserve.batches) if known == way]
+        batches = [
+            num_rows for num_rows, known in steps_of(self._layout.reserve.batches) if known == way
+        ]
         num_rows = bucket(1 + max(by_slot), sorted(batches))
         numbers: list[int] = []
         for slot in range(num_rows):
@@ -185,10 +189,10 @@ class CapturedHead:
         self._upload(numbers)
         self._run(num_rows, way)
         num_kept = (_DRAWN if way.is_drawn else LARGEST).num_guesses
-        found = read_packed(
+        grown = read_packed(
             self._grown[:num_rows, :, :num_kept], self._odds if way.is_drawn else None
         )
-        return [found[row.sequence.slot] for row in rows]
+        return [grown[row.sequence.slot] for row in rows]
 
     def _encode(self, row: HeadRow) -> list[int]:
         sequence, num = row.sequence, len(row.nodes)
@@ -228,8 +232,8 @@ class CapturedHead:
         numbers = self._numbers[: num_rows * _OF_ROW].view(num_rows, _OF_ROW)
         tokens, nodes, others = torch.split(numbers, [_PENDING, _PENDING, 10], dim=1)
         start, num_pairs, seen, position, deepest, top_k, num_guesses = others[:, :7].unbind(1)
-        places = torch.arange(self._room, device=numbers.device)
-        committed = (places <= seen[:, None])[:, None]  # [row, 1, position]
+        positions = torch.arange(self._room, device=numbers.device)
+        committed = (positions <= seen[:, None])[:, None]  # [row, 1, position]
         out = self._append(tokens, nodes, start, num_pairs, committed)
         extend = self._extending(out, position, committed, way)
         log_probs, first = self._log_probs(out, way), self._drafted(way).first
@@ -250,9 +254,9 @@ class CapturedHead:
     ) -> Tensor:
         """Take in committed pairs; the head's output at each row's last, [row, width]."""
         hidden = take_rows(self._nodes[: len(nodes)], nodes)
-        places = start[:, None] + torch.arange(_PENDING, device=start.device)
+        positions = start[:, None] + torch.arange(_PENDING, device=start.device)
         seen = committed[:, None].expand(-1, -1, _PENDING, -1)
-        attention = self._passes.attention(hidden, places, places, seen)
+        attention = self._passes.attention(hidden, positions, positions, seen)
         last = attention.of_rows_out(num_pairs[:, None] - 1)
         embeds = self._target.embed(tokens)
         return self._passes.run(embeds.flatten(0, 1), hidden.flatten(0, 1), last)
@@ -270,9 +274,9 @@ class CapturedHead:
             ancestors = level.ancestors if self._sees_tree else torch.zeros_like(level.ancestors)
             seen = torch.cat((committed.expand(-1, width, -1), ancestors), dim=2)[:, None]
             steps = torch.arange(width, device=out.device).expand(num_rows, -1)
-            places = steps + (seen.shape[3] - width)
+            cache_positions = steps + (seen.shape[3] - width)
             positions = (position + level.depth - 1)[:, None].expand(-1, width)
-            attention = self._passes.attention(above, positions, places, seen)
+            attention = self._passes.attention(above, positions, cache_positions, seen)
             embeds = self._target.embed(level.tokens).flatten(0, 1)
             found = self._passes.run(embeds, above.flatten(0, 1), attention)
             hidden = found.view(num_rows, width, -1)
@@ -281,8 +285,8 @@ class CapturedHead:
         return extend
 
     def _drafted(self, way: Way) -> TokenRange:
-        every = TokenRange(0, self._target.num_tokens - 1)
-        return every if way.whole_vocabulary else self._target.action_tokens
+        all_tokens = TokenRange(0, self._target.num_tokens - 1)
+        return all_tokens if way.whole_vocabulary else self._target.action_tokens
 
     def _log_probs(self, hidden: Tensor, way: Way) -> Tensor:
         return self._target.logits(hidden, self._drafted(way)).log_softmax(dim=-1)

@@ -103,11 +103,11 @@ def beam_tree(
     tokens, scores, parents = (torch.cat(column, dim=1) for column in zip(*levels, strict=True))
     # Stable, so that of equal scores the earlier wins: no child is ever kept without its parent.
     order = scores.sort(dim=1, descending=True, stable=True).indices[:, :num_kept]
-    places = torch.arange(1, num_kept + 1, device=order.device).expand_as(order)
+    new_numbers = torch.arange(1, num_kept + 1, device=order.device).expand_as(order)
     if limits is not None:
-        order = order.masked_fill(places > limits.num_guesses[:, None], num_candidates)
+        order = order.masked_fill(new_numbers > limits.num_guesses[:, None], num_candidates)
     chosen = order.sort(dim=1).values
-    renumbered = torch.zeros_like(parents).scatter(1, chosen, places)
+    renumbered = torch.zeros_like(parents).scatter(1, chosen, new_numbers)
     above = parents.gather(1, chosen)
     log_probs = scores.gather(1, chosen)
     is_real = log_probs > -torch.inf
@@ -139,13 +139,13 @@ def template_tree(
         tokens.append(found + first_token)
         if level.depth < len(levels):
             log_probs = extend(replace(level, tokens=tokens[-1][:, is_open]))
-    every = torch.cat(tokens, dim=1)
-    parents, is_real = parents.expand_as(every), depths <= deepest.clamp(min=0)[:, None]
+    all_tokens = torch.cat(tokens, dim=1)
+    parents, is_real = parents.expand_as(all_tokens), depths <= deepest.clamp(min=0)[:, None]
     if draw is not None:
-        unknown = torch.zeros_like(every, dtype=torch.float32)
-        return every, parents, is_real, unknown, torch.cat(odds, dim=1)
+        unknown = torch.zeros_like(all_tokens, dtype=torch.float32)
+        return all_tokens, parents, is_real, unknown, torch.cat(odds, dim=1)
     known = torch.cat(totals, dim=1).float().masked_fill(~is_real, 0.0)
-    return every, parents, is_real, known, None
+    return all_tokens, parents, is_real, known, None
 
 
 @lru_cache(maxsize=64)
@@ -171,7 +171,7 @@ def template_indices(
             nodes, inner = shape.level(depth), shape.inner(depth)
             so_far += inner
             lineage = on_device(
-                [[path[: len(one)] == one for one in so_far] for path in inner], torch.bool
+                [[path[: len(start)] == start for start in so_far] for path in inner], torch.bool
             ).view(len(inner), len(so_far))
             level = Level(
                 depth,
@@ -208,17 +208,17 @@ def read_grown(grown: Grown, num_rows: int) -> list[Branches]:
 
 def pack_grown(grown: Grown) -> Tensor:
     """What is read of grown trees, float64 [row, column, guess]; token ids are exact in it."""
-    return torch.stack([one.double() for one in grown[:4]], dim=1)
+    return torch.stack([numbers.double() for numbers in grown[:4]], dim=1)
 
 
 def read_packed(packed: Tensor, odds: Tensor | None) -> list[Branches]:
     """The guesses of each row on the host, in one read of [row, column, guess]."""
-    found = []
+    trees = []
     for row, (tokens, parents, is_real, log_probs) in enumerate(packed.tolist()):
         real = [node for node, is_one in enumerate(is_real) if is_one]
         number = {0: 0} | {node + 1: index for index, node in enumerate(real, start=1)}
         kept_odds = None if odds is None else _picked(odds[row], real)
-        found.append(
+        trees.append(
             Branches(
                 [int(tokens[node]) for node in real],
                 [number[int(parents[node])] for node in real],
@@ -226,7 +226,7 @@ def read_packed(packed: Tensor, odds: Tensor | None) -> list[Branches]:
                 kept_odds,
             )
         )
-    return found
+    return trees
 
 
 def _picked(odds: Tensor, nodes: list[int]) -> Tensor:

@@ -111,19 +111,19 @@ class EagleDrafts(ModelSource):
         pairs.nodes = path
 
     def draft_all(self, sequences: Items[Sequence]) -> list[Guesses]:
-        """Draft behind the roots; together where trees and methods are alike.
+        """Draft behind the roots; together where trees and methods agree.
 
         What is captured is drafted for at once, whatever the trees.
         """
         alike: dict[object, list[Sequence]] = {}
-        for one in sequences:
-            way = self._way_of(one)
-            alike.setdefault(way or (one.shape, one.method.drafting), []).append(one)
-        found: dict[int, Guesses] = {}
-        for key, some in alike.items():
-            drafted = self._replay(some, key) if isinstance(key, Way) else self._draft(some)
-            found |= zip(map(id, some), drafted, strict=True)
-        return [found[id(one)] for one in sequences]
+        for sequence in sequences:
+            way = self._way_of(sequence)
+            alike.setdefault(way or (sequence.shape, sequence.method.drafting), []).append(sequence)
+        by_answer: dict[int, Guesses] = {}
+        for key, group in alike.items():
+            drafted = self._replay(group, key) if isinstance(key, Way) else self._draft(group)
+            by_answer |= zip(map(id, group), drafted, strict=True)
+        return [by_answer[id(sequence)] for sequence in sequences]
 
     def _way_of(self, sequence: Sequence) -> Way | None:
         """How a captured step drafts for an answer; None where none can."""
@@ -139,32 +139,32 @@ class EagleDrafts(ModelSource):
     def _replay(self, sequences: Items[Sequence], way: Way) -> list[Guesses]:
         """Draft in a captured step."""
         assert self._captured is not None
-        if max(one.draft_depth for one in sequences) <= 0:
+        if max(sequence.draft_depth for sequence in sequences) <= 0:
             return [[] for _ in sequences]
         rows = []
-        for one in sequences:
-            pairs, num_patches = one.notes[self.kind]
+        for sequence in sequences:
+            pairs, num_patches = sequence.notes[self.kind]
             start, nodes, pairs.nodes = pairs.num_cached, pairs.nodes, []
             pairs.num_cached += len(nodes)
             seen = self._last_seen(pairs, pairs.num_cached - 1)
             position = self._position(pairs, num_patches)
-            rows.append(HeadRow(one, start, nodes, seen, position, one.draft_depth))
+            rows.append(HeadRow(sequence, start, nodes, seen, position, sequence.draft_depth))
             pairs.has_grown = True
         return list(self._captured.grow(rows, way))
 
     def drafted(self, method: Method) -> TokenRange:
         """The tokens that a method has drafted."""
-        every = TokenRange(0, self._target.num_tokens - 1)
-        return every if method.whole_vocabulary else self._target.action_tokens
+        all_tokens = TokenRange(0, self._target.num_tokens - 1)
+        return all_tokens if method.whole_vocabulary else self._target.action_tokens
 
     def _draft(self, sequences: Items[Sequence]) -> list[Guesses]:
         device, shape, method = self._target.device, sequences[0].shape, sequences[0].method
-        depths = [one.draft_depth for one in sequences]
+        depths = [sequence.draft_depth for sequence in sequences]
         if max(depths) <= 0:
             return [[] for _ in sequences]
-        slots = to_device([one.slot for one in sequences], device, torch.int64)
+        slots = to_device([sequence.slot for sequence in sequences], device, torch.int64)
         out = self._append(sequences, slots)
-        notes = [one.notes[self.kind] for one in sequences]
+        notes = [sequence.notes[self.kind] for sequence in sequences]
         numbers = to_device(
             [
                 [
@@ -203,14 +203,14 @@ class EagleDrafts(ModelSource):
 
         A pass adds a pair for every node of its path, the bonus being the last "token after".
         """
-        notes: list[_Pairs] = [one.notes[self.kind][0] for one in sequences]
+        notes: list[_Pairs] = [sequence.notes[self.kind][0] for sequence in sequences]
         for pairs, one in zip(notes, sequences, strict=True):
             if self._captured is not None and pairs.nodes:
                 pairs.hidden.append(self._captured.kept(one.slot, pairs.nodes))
                 pairs.nodes = []
-        every = [torch.cat(pairs.hidden) for pairs in notes]
-        hidden = pad_sequence(every, batch_first=True)
-        sizes, num_steps = [len(one) for one in every], hidden.shape[1]
+        new_states = [torch.cat(pairs.hidden) for pairs in notes]
+        hidden = pad_sequence(new_states, batch_first=True)
+        sizes, num_steps = [len(states) for states in new_states], hidden.shape[1]
         device = hidden.device
         starts = [pairs.num_cached for pairs in notes]
         last = [self._last_seen(p, p.num_cached + n - 1) for p, n in zip(notes, sizes, strict=True)]
@@ -257,8 +257,8 @@ class EagleDrafts(ModelSource):
             ancestors = torch.zeros_like(ancestors)
         positions = (position + level.depth - 1)[:, None].expand(-1, width)
         mask = torch.cat((committed, ancestors), dim=2)[:, None]
-        places = first + torch.arange(width, device=slots.device).expand(num_rows, -1)
-        window = self._cache.open_at(slots, places, first + width)
+        cache_positions = first + torch.arange(width, device=slots.device).expand(num_rows, -1)
+        window = self._cache.open_at(slots, cache_positions, first + width)
         attention = self.head.attend(hidden, positions, mask, window)
         return self.head.run(self._target.embed(level.tokens), hidden, attention)
 
@@ -281,20 +281,20 @@ class MedusaDrafts(ModelSource):
 
     def draft_all(self, sequences: Items[Sequence]) -> list[Guesses]:
         """Branch as EAGLE-2 does; a tree of one shape at a time."""
-        found: dict[int, Guesses] = {}
-        for shape in dict.fromkeys(one.shape for one in sequences):
-            some = [one for one in sequences if one.shape == shape]
-            found |= zip(map(id, some), self._draft(some, shape), strict=True)
-        return [found[id(one)] for one in sequences]
+        by_answer: dict[int, Guesses] = {}
+        for shape in dict.fromkeys(sequence.shape for sequence in sequences):
+            group = [sequence for sequence in sequences if sequence.shape == shape]
+            by_answer |= zip(map(id, group), self._draft(group, shape), strict=True)
+        return [by_answer[id(sequence)] for sequence in sequences]
 
     def _draft(self, sequences: Items[Sequence], shape: TreeShape) -> list[Guesses]:
         num_heads = self._heads.num_heads
-        depths = [min(num_heads, one.draft_depth) for one in sequences]
+        depths = [min(num_heads, sequence.draft_depth) for sequence in sequences]
         if max(depths) <= 0:
             return [[] for _ in sequences]
         shape = shape.cut(max(depths))
         drafted = self._target.action_tokens
-        seen = torch.stack([one.notes[self.kind] for one in sequences])
+        seen = torch.stack([sequence.notes[self.kind] for sequence in sequences])
         ahead = self._target.logits(self._heads(seen)[:, : shape.levels], drafted)
         ahead = ahead.log_softmax(dim=-1)
 

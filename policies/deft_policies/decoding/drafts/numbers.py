@@ -27,11 +27,11 @@ def split_numbers(tokens: Items[int]) -> list[Number]:
             numbers.append([])
         elif token != END:
             numbers[-1].append(token)
-    return [tuple(one) for one in numbers]
+    return [tuple(number) for number in numbers]
 
 
 def moved(numbers: Items[Number], num_executed: int, action_dim: int) -> list[Number]:
-    """Without the rows that were executed; the last row stands for the new ones, too."""
+    """Without the rows that were executed; the last row is repeated for the new ones."""
     new_rows = list(numbers[-action_dim:]) * min(num_executed, len(numbers))
     return [*numbers[num_executed * action_dim :], *new_rows][: len(numbers)]
 
@@ -89,14 +89,17 @@ class PreviousNumbers(DraftSource):
         self._widest, self._width = widest, width
 
     def draft(self, sequence: Sequence, depth: int) -> Guesses:
-        """One tree of all chains, which share what starts alike."""
+        """One tree of all chains, which share common beginnings."""
         if not sequence.memory.answer:
             return []
-        # A few stand at a time, or many: where some just did, twice as many are tried.
+        # Few guesses are accepted at a time, or many: where some just were, twice as many are
+        # tried.
         just = 0 if sequence.last is None else sequence.last.accepted
         width = min(self._widest, max(self._width(sequence), 2 * just)) - 1
         last = split_numbers(sequence.memory.answer)
         in_row = sequence.spec.numbers_in_row
         chains = guess_numbers(last, sequence.tokens, sequence.num_executed, in_row)
-        tokens, parents, _ = share_beginnings([one[:depth] for one in chains], width, width // 4)
+        tokens, parents, _ = share_beginnings(
+            [chain[:depth] for chain in chains], width, width // 4
+        )
         return Branches(tokens, parents)

@@ -51,12 +51,12 @@ class SmallModelDrafts(ModelSource):
     def drafted(self, method: Method) -> TokenRange:
         """The model's tokens that a method has drafted."""
         is_alike = self._shift == 0 and self.model.num_tokens == self._target.num_tokens
-        every = TokenRange(0, self.model.num_tokens - 1)
-        return every if method.whole_vocabulary and is_alike else self.model.action_tokens
+        all_tokens = TokenRange(0, self.model.num_tokens - 1)
+        return all_tokens if method.whole_vocabulary and is_alike else self.model.action_tokens
 
     def draft_all(self, sequences: Items[Sequence]) -> list[Guesses]:
         """Draft behind the roots, one answer after the other."""
-        return [self._draft(one) for one in sequences]
+        return [self._draft(sequence) for sequence in sequences]
 
     def _draft(self, sequence: Sequence) -> Guesses:
         depth = sequence.draft_depth
@@ -111,7 +111,7 @@ class SmallModelDrafts(ModelSource):
         return DraftTree.of_committed(pending)
 
     def _ask(
-        self, sequence: Sequence, tree: DraftTree, wanted: list[int], shape: TreeShape
+        self, sequence: Sequence, tree: DraftTree, open_nodes: list[int], shape: TreeShape
     ) -> Tensor:
         """Log-probabilities [1, node, token] after the wanted nodes of a tree; one pass.
 
@@ -119,22 +119,22 @@ class SmallModelDrafts(ModelSource):
         """
         read: _Read = sequence.notes[self.kind]
         guessed = self._guess(sequence, tree, shape)
-        asked = replace(tree, tokens=[*tree.tokens], parents=[*tree.parents])
-        above = wanted[-1]
+        extended = replace(tree, tokens=[*tree.tokens], parents=[*tree.parents])
+        above = open_nodes[-1]
         for token in guessed:
-            asked.is_chain = asked.is_chain and above == asked.num_nodes - 1
-            asked.tokens.append(token)
-            asked.parents.append(above)
-            above = asked.num_nodes - 1
+            extended.is_chain = extended.is_chain and above == extended.num_nodes - 1
+            extended.tokens.append(token)
+            extended.parents.append(above)
+            above = extended.num_nodes - 1
         last = self.model.num_tokens - 1
-        asked.tokens = [min(max(token + self._shift, 0), last) for token in asked.tokens]
+        extended.tokens = [min(max(token + self._shift, 0), last) for token in extended.tokens]
         start = read.num_prompt + read.num_cached - (read.prompt is not None)
-        row = PassRow(sequence.slot, start, asked, sequence.number, prompt=read.prompt)
+        row = PassRow(sequence.slot, start, extended, sequence.number, prompt=read.prompt)
         scores = self.model.forward(self._cache, [row])
         columns = self.drafted(sequence.method).columns
         odds = scores.logits[:, columns].log_softmax(dim=1)
         read.guessed, read.ahead = guessed, odds[tree.num_nodes :]
-        return odds[wanted][None]
+        return odds[open_nodes][None]
 
     def _looked_ahead(
         self, sequence: Sequence, tree: DraftTree, opened: list[int]
@@ -143,9 +143,9 @@ class SmallModelDrafts(ModelSource):
         read: _Read = sequence.notes[self.kind]
         if not read.guessed or read.ahead is None or tree.tokens[opened[0]] != read.guessed[0]:
             return None
-        found = read.ahead[:1]
+        chain = read.ahead[:1]
         read.guessed, read.ahead = read.guessed[1:], read.ahead[1:]
-        return found[None]
+        return chain[None]
 
     def _guess(self, sequence: Sequence, tree: DraftTree, shape: TreeShape) -> list[int]:
         """How n-grams continue the chain so far: what is still asked of it."""
@@ -153,8 +153,8 @@ class SmallModelDrafts(ModelSource):
             return []
         drafted = tree.tokens[tree.root + 1 :]
         tokens = [*sequence.tokens, *drafted]
-        found = look_up(sequence.past[-_STEPS:], tokens, _LONGEST_MATCH) or []
-        return found[: max(shape.levels - 1 - len(drafted), 0)]
+        chain = look_up(sequence.past[-_STEPS:], tokens, _LONGEST_MATCH) or []
+        return chain[: max(shape.levels - 1 - len(drafted), 0)]
 
 
 def with_fewer_patches(prompt: Prompt, share: float) -> Prompt:
@@ -163,7 +163,7 @@ def with_fewer_patches(prompt: Prompt, share: float) -> Prompt:
     num_kept = max(1, round((stop - first) * share))
     if num_kept == stop - first:
         return prompt
-    every = torch.arange(prompt.length, device=prompt.embeds.device)
-    spread = torch.linspace(first, stop - 1, num_kept, device=every.device).round().long()
-    kept = torch.cat((every[:first], spread, every[stop:]))
+    all_positions = torch.arange(prompt.length, device=prompt.embeds.device)
+    spread = torch.linspace(first, stop - 1, num_kept, device=all_positions.device).round().long()
+    kept = torch.cat((all_positions[:first], spread, all_positions[stop:]))
     return replace(prompt, embeds=prompt.embeds[kept], patches=slice(first, first + num_kept))

@@ -1,4 +1,4 @@
-"""A checkpoint of NORA: one folder in Hugging Face layout, and what stands in its code alone.
+"""A checkpoint of NORA: one folder in Hugging Face layout, and what only its code says.
 
 How many actions an answer has is in no file. The statistics of LIBERO's fine-tunes are in the code
 of its evaluation, those of Open X in `norm_stats.json`.
@@ -95,7 +95,7 @@ def read_folder(folder: Path, num_steps: int | None) -> PolicyFiles:
     return PolicyFiles(
         base=folder,
         stored=stored,
-        weight_files=sorted({one.path for one in stored.values()}),
+        weight_files=sorted({place.path for place in stored.values()}),
         codec=codec,
         fast=fast,
         num_steps=chunk,
@@ -132,9 +132,12 @@ def _read_statistics(folder: Path) -> tuple[Mapping[str, ActionStatistics], tupl
         }
         return known, (doubt,)
     fields = JsonFields.load(path, "restore it", MOST_STATISTICS_BYTES)
-    found = parse_statistics(fields, ends=QUANTILES)
-    check_statistics(path, found, _ACTION_DIM)
-    return {key: ActionStatistics(one.low, one.high, everything) for key, one in found.items()}, ()
+    by_key = parse_statistics(fields, ends=QUANTILES)
+    check_statistics(path, by_key, _ACTION_DIM)
+    return {
+        key: ActionStatistics(statistics.low, statistics.high, everything)
+        for key, statistics in by_key.items()
+    }, ()
 
 
 def _number(value: float) -> float:
@@ -147,5 +150,5 @@ def _unnormalise(
 ) -> NDArray[np.float64]:
     """In float64, as NORA does, the gripper included."""
     low, high = statistics.low, statistics.high
-    found: NDArray[np.float64] = 0.5 * (normalised + 1) * (high - low) + low
-    return found
+    actions: NDArray[np.float64] = 0.5 * (normalised + 1) * (high - low) + low
+    return actions

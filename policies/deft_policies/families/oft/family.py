@@ -73,7 +73,7 @@ class OftFamily(Family):
 
     @staticmethod
     def matches(source: CheckpointSource | None, options: ModelOptions) -> bool:
-        """By the head beside the model; one that answers with tokens has no file of its own."""
+        """By the head's file in the model's folder; a model that answers with tokens has none."""
         if options.num_pictures is not None or options.num_steps not in (None, 1):
             return True
         return source is not None and find_file(source.tuned, HEAD) is not None
@@ -115,7 +115,7 @@ def _open_files(source: CheckpointSource, options: ModelOptions) -> Opened:
     if film is not None:
         if head is None:
             raise CheckpointError(
-                f"{film} is of a fine-tune with FiLM, which has a *{HEAD}*checkpoint* beside it; "
+                f"{film} is of a fine-tune with FiLM, whose folder has a *{HEAD}*checkpoint*; "
                 "restore that file"
             )
         towers = FilmTowers(film, read_part(film))
@@ -123,7 +123,7 @@ def _open_files(source: CheckpointSource, options: ModelOptions) -> Opened:
         checkpoint = replace(checkpoint, merge=towers.merge)
     statistics = source.read_statistics()
     told_by = find_file(directory, HEAD) or statistics.path
-    dims = {one.action_dim for one in config.statistics.values()}
+    dims = {dims_of.action_dim for dims_of in config.statistics.values()}
     dims |= set() if head is None else {head.action_dim}
     if len(dims) > 1:
         raise CheckpointError(
@@ -141,10 +141,10 @@ def _open_files(source: CheckpointSource, options: ModelOptions) -> Opened:
     actions = parse_statistics(statistics, "action", ends)
     states = parse_statistics(statistics, "proprio", ends)
     for key in actions:
-        found = states[key].action_dim if key in states else 0
-        if parts.state_dim not in (None, found):
+        state_dim = states[key].action_dim if key in states else 0
+        if parts.state_dim not in (None, state_dim):
             raise CheckpointError(
-                f"{statistics.path}: {key}.proprio has {found} dimensions, but "
+                f"{statistics.path}: {key}.proprio has {state_dim} dimensions, but "
                 f"{find_file(directory, STATE)} reads {parts.state_dim}; restore the files "
                 "of one fine-tuning run"
             )

@@ -1,8 +1,8 @@
-"""The files that OFT's training writes beside a model: which there are, and what is in them.
+"""The files that OFT's training writes into a model's folder: which there are, and what is in them.
 
 Sizes come from the tensors. The towers of a fine-tune with FiLM are one file, which replaces those
-of the model beside it; its adapters are not merged, unlike everything else in such a folder, and no
-file says their scale.
+of the model in its folder; its adapters are not merged, unlike everything else in such a folder,
+and no file says their scale.
 """
 
 import re
@@ -31,7 +31,7 @@ _REMEDY = "restore the files of one fine-tuning run"
 _WRAPPED_BLOCK = re.compile(r"(blocks\.\d+)\.block\.")
 
 
-# Files that training writes beside the model; their names contain these and `checkpoint`.
+# Files that training writes into the model's folder; names contain these and `checkpoint`.
 HEAD, STATE, VISION = "action_head", "proprio_projector", "vision_backbone"
 _NOISE = "noisy_action_projector"
 PARTS = (HEAD, STATE, VISION, _NOISE)
@@ -40,13 +40,13 @@ PARTS = (HEAD, STATE, VISION, _NOISE)
 def find_file(directory: Path, part: str) -> Path | None:
     """The one file of a part, the converted one where there are both; None if there is none."""
     named = sorted(directory.glob(f"*{part}*"))
-    found = [one for one in named if "checkpoint" in one.name and one.suffix in _SUFFIXES]
-    if len({path.stem for path in found}) > 1:
-        names = ", ".join(path.name for path in found)
+    paths = [path for path in named if "checkpoint" in path.name and path.suffix in _SUFFIXES]
+    if len({path.stem for path in paths}) > 1:
+        names = ", ".join(path.name for path in paths)
         raise CheckpointError(
             f"{directory} holds several files of the {part}: {names}; keep those of one step"
         )
-    return min(found, key=lambda path: _SUFFIXES.index(path.suffix), default=None)
+    return min(paths, key=lambda path: _SUFFIXES.index(path.suffix), default=None)
 
 
 def sign_of_oft(source: CheckpointSource) -> str:
@@ -89,7 +89,7 @@ def load_head(directory: Path, width: int) -> RegressionHead | None:
             f"{path} is a diffusion head, which is not supported; give a fine-tune with an L1 head "
             "or without a head"
         )
-    own = {name.removeprefix(_HEAD_PREFIX): one for name, one in tensors.items()}
+    own = {name.removeprefix(_HEAD_PREFIX): tensor for name, tensor in tensors.items()}
     action_dim = own["fc2.bias"].numel() if "fc2.bias" in own else 1
     blocks = {name.split(".")[1] for name in own if name.startswith("mlp_resnet_blocks.")}
     with torch.device("meta"):
@@ -112,11 +112,13 @@ def load_state_projector(directory: Path, width: int) -> StateProjector | None:
 
 
 class FilmTowers:
-    """The tensors of the file, as changes to the weights of the model beside it."""
+    """The tensors of the file, as changes to the weights of the model in its folder."""
 
     def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         self._path = path
-        self._tensors = {_WRAPPED_BLOCK.sub(r"\1.", name): one for name, one in tensors.items()}
+        self._tensors = {
+            _WRAPPED_BLOCK.sub(r"\1.", name): tensor for name, tensor in tensors.items()
+        }
 
     def check(self, config: OpenVLAConfig) -> None:
         """Raise `CheckpointError` unless every weight in use is here and in shape."""
@@ -126,10 +128,10 @@ class FilmTowers:
             if place.parameter is not None and place.parameter.startswith("towers.")
         }
         bases = {name: self._tensors.get(name, self._tensors.get(_base(name))) for name in wanted}
-        found = {name: tuple(one.shape) for name, one in bases.items() if one is not None}
-        if misfits := describe_misfits(wanted, found):
+        shapes = {name: tuple(base.shape) for name, base in bases.items() if base is not None}
+        if misfits := describe_misfits(wanted, shapes):
             raise CheckpointError(
-                f"{self._path} does not fit the model beside it; {misfits}; {_REMEDY}"
+                f"{self._path} does not fit the model in its folder; {misfits}; {_REMEDY}"
             )
 
     def merge(self, name: str, weight: Tensor) -> Tensor:
@@ -157,11 +159,11 @@ class FilmTowers:
         parts: dict[str, list[Tensor]] = {"weight": [], "bias": []}
         for index in range(tower.num_used_blocks):
             for kind in ("scale", "shift"):
-                for name, found in parts.items():
-                    found.append(self._find(f"{tower.prefix}.blocks.{index}.{kind}.{name}"))
+                for name, tensors in parts.items():
+                    tensors.append(self._find(f"{tower.prefix}.blocks.{index}.{kind}.{name}"))
         with torch.device("meta"):
             film = Film(width, tower.width, tower.num_used_blocks)
-        joined = {f"modulate.{name}": torch.cat(found) for name, found in parts.items()}
+        joined = {f"modulate.{name}": torch.cat(tensors) for name, tensors in parts.items()}
         return fill_module(film, joined, self._path, _REMEDY)
 
     def _find(self, name: str) -> Tensor:
@@ -171,6 +173,6 @@ class FilmTowers:
 
 
 def _base(name: str) -> str:
-    """What PEFT calls a weight or bias beside which it puts its own."""
+    """PEFT's name of a weight or bias to which it adds its own."""
     module, _, kind = name.rpartition(".")
     return f"{module}.base_layer.{kind}"

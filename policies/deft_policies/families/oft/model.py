@@ -97,13 +97,13 @@ class Oft(Model):
         self._codec = ActionCodec(network.config.action_tokens)
         self._passes = LlamaPasses(network.decoder)
         super().__init__(network, encode, images, actions, runner or StepRunner())
-        # Positions between the first prompt id and the second one, and all beside the prompt's ids.
+        # Positions between the first prompt id and the second one, and all but the prompt's ids.
         pictures = parts.num_pictures * network.config.num_patches
         self.num_before = pictures + (parts.state is not None)
         self.num_others = self.num_before + parts.num_values + 1
-        most = network.decoder.sizes.max_positions
-        self.longest_prompt = most - self.num_others - LENGTH_STEP
-        # A head's values have no bounds; and poses, unlike motions, never stand still.
+        max_positions = network.decoder.sizes.max_positions
+        self.longest_prompt = max_positions - self.num_others - LENGTH_STEP
+        # A head's values have no bounds; and poses, unlike motions, are never 0.
         self.may_exceed = parts.head is not None
         self.num_steps = parts.num_steps
         self.num_pictures = parts.num_pictures
@@ -118,11 +118,11 @@ class Oft(Model):
     def check(self, observation: Observation) -> None:
         """Refuse missing cameras and states, and instructions without end."""
         super().check(observation)
-        found, wanted = observation.state, self.state_dim
-        if wanted is not None and (found is None or len(found) != wanted):
-            got = "none" if found is None else f"{len(found)} numbers"
+        state, expected = observation.state, self.state_dim
+        if expected is not None and (state is None or len(state) != expected):
+            got = "none" if state is None else f"{len(state)} numbers"
             raise RequestError(
-                "state", f"the model reads the robot's raw state, {wanted} numbers; got {got}"
+                "state", f"the model reads the robot's raw state, {expected} numbers; got {got}"
             )
 
     def complete(self, observation: Observation) -> Observation:
@@ -134,19 +134,21 @@ class Oft(Model):
         self, observations: Sequence[Observation], keys: Sequence[str], clock: StageClock
     ) -> list[tuple[NDArray[np.float64], DecodeTrace | None]]:
         """Actions [step, action_dim] in robot units, and a trace where they are tokens."""
-        fitted = [self.images.fit(one) for seen in observations for one in self.pictures(seen)]
+        fitted = [
+            self.images.fit(picture) for seen in observations for picture in self.pictures(seen)
+        ]
         states = self._read_states(observations, keys)
-        texts = [self.encode(one.instruction) for one in observations]
+        texts = [self.encode(observation.instruction) for observation in observations]
         clock.record(Stage.PREPARE)
         pixels = self.pixels(fitted)
         prompts = self.lay_out(texts)
         patches = self.see(pixels.view(len(observations), -1, *pixels.shape[1:]), prompts)
         clock.record(Stage.VISION)
-        found = self.compute(patches, prompts, states)
+        outputs = self.compute(patches, prompts, states)
         clock.record(Stage.PREFILL)
-        values, *margins = (one.cpu().numpy() for one in found)
+        values, *margins = (tensor.cpu().numpy() for tensor in outputs)
         # Where logits are not finite, neither is the gap between the best two.
-        if not all(np.isfinite(one).all() for one in (values, *margins)):
+        if not all(np.isfinite(numbers).all() for numbers in (values, *margins)):
             raise NotFiniteError(
                 "the model's answer holds NaN or infinity; its weights or its number format are "
                 "broken"
@@ -229,14 +231,14 @@ class Oft(Model):
         and how far the second-best logits lie behind, [row, step, action_dim] each. All on the
         device, and valid until the next answer.
         """
-        own = [patches, prompts.ids, prompts.lengths]
+        inputs = [patches, prompts.ids, prompts.lengths]
         if self.parts.state is not None:
             assert states is not None
-            own.append(states.to(patches))
+            inputs.append(states.to(patches))
         step = partial(self._answer_step, prompts.is_padded)
-        found = self.runner.run_batch(("answer", prompts.is_padded), step, tuple(own))
+        outputs = self.runner.run_batch(("answer", prompts.is_padded), step, tuple(inputs))
         shape = (len(patches), self.parts.num_steps, self.parts.action_dim)
-        return tuple(one.view(shape) for one in found)
+        return tuple(tensor.view(shape) for tensor in outputs)
 
     def _see_step(self, pixels: Tensor, *text: Tensor) -> Tensors:
         modulations = None
@@ -265,16 +267,16 @@ class Oft(Model):
         tokens = [] if self.parts.state is None else [self.parts.state(*state).unsqueeze(1)]
         embeds = torch.cat((words[:, :1], patches, *tokens, words[:, 1:]), dim=1)
         rows, positions = embeds.shape[:2]
-        every = torch.arange(positions, device=ids.device)
+        all_positions = torch.arange(positions, device=ids.device)
         mask = None
         if is_padded:  # rows have their own lengths: nothing sees what is behind the stop
-            is_used = every < (lengths + self.num_others)[:, None]
+            is_used = all_positions < (lengths + self.num_others)[:, None]
             mask = is_used[:, None, None, :]
         last_of_prompt = self.num_before + lengths - 1
-        read = last_of_prompt[:, None] + every[:num_values]
+        read = last_of_prompt[:, None] + all_positions[:num_values]
         sizes = self.network.decoder.sizes
         mask = None if mask is None else added_mask(mask, embeds.dtype)
-        cos, sin = self.network.decoder.rotary(every.expand(rows, -1), embeds)
+        cos, sin = self.network.decoder.rotary(all_positions.expand(rows, -1), embeds)
         attention = Attention(sizes, cos, sin, mask)
         flat = self._passes.run(embeds.flatten(0, 1), attention, attention.of_rows_out(read))
         hidden = flat.view(rows, num_values, -1)
@@ -296,9 +298,9 @@ def normalise_state(
 
 def _trace(text: Sequence[int], tokens: Sequence[int], gaps: Sequence[float]) -> DecodeTrace:
     """One pass with all tokens."""
-    found = tuple(tokens)
-    one = PassTrace(True, (text[-1],), (-1,), ("",), found[:1], (), found[0])
-    return DecodeTrace(METHOD, found, found, tuple(gaps), (one,))
+    answer = tuple(tokens)
+    only_pass = PassTrace(True, (text[-1],), (-1,), ("",), answer[:1], (), answer[0])
+    return DecodeTrace(METHOD, answer, answer, tuple(gaps), (only_pass,))
 
 
 def _behind(ids: Tensor, lengths: Tensor) -> Tensor:

@@ -52,12 +52,12 @@ class OftPolicy(OneCallPolicy, ModelPolicy):
     def act(self, batch: Sequence[PolicyRequest]) -> list[PolicyAnswer]:
         """Answer a batch in one pass, in order."""
         model = self.model
-        keys = [self.find_key(one.options.statistics_key) for one in batch]
+        keys = [self.find_key(request.options.statistics_key) for request in batch]
         with computing(len(batch)):
             clock = StageClock(model.device)
-            found = model.answer([one.observation for one in batch], keys, clock)
+            answers = model.answer([request.observation for request in batch], keys, clock)
             timings = clock.timings()
         return [
             PolicyAnswer(ActionChunk(actions, timings, trace), one.memory)
-            for one, (actions, trace) in zip(batch, found, strict=True)
+            for one, (actions, trace) in zip(batch, answers, strict=True)
         ]

@@ -69,7 +69,7 @@ class Pi0FastFamily(Family):
         if options.quantization not in (Quantization.NONE, Quantization.INT8):
             raise CheckpointError(
                 f"--quantization {options.quantization.value}: pi0fast is served in int8 or "
-                "unquantized; nobody has compared its numbers in another format"
+                "unquantized; other formats were never compared"
             )
         directory = source.directory
         self.files = files = read_files(directory)
@@ -81,8 +81,8 @@ class Pi0FastFamily(Family):
         fast = find_folder(directory, files.fast_tokenizer)
         self.codec = codec = read_codec(fast)
         self._doubts = doubts_of(fast, codec, files.horizon, files.action_dim)
-        self._stored = {our_name(name): one for name, one in find_tensors(directory).items()}
-        shapes = {name: one.shape for name, one in self._stored.items()}
+        self._stored = {our_name(name): tensor for name, tensor in find_tensors(directory).items()}
+        shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         llm, tower = read_sizes(shapes, directory)
         codes = words.code_ids(len(codec.pieces), files.num_skipped)
         answer_ids = sorted({*codes, *words.prefix, words.end})
@@ -100,8 +100,8 @@ class Pi0FastFamily(Family):
         ChunkGrammar(codec.pieces, files.horizon * files.action_dim)
         self.has_grammar = options.grammar == "on"
         rows = tuple(answer_ids) if self.has_grammar else ()
-        most = len(files.cameras) * tower.num_patches + files.max_prompt + 1
-        positions = most + self.longest_answer + WIDEST + 1
+        longest = len(files.cameras) * tower.num_patches + files.max_prompt + 1
+        positions = longest + self.longest_answer + WIDEST + 1
         llm = replace(llm, max_positions=positions, vocabulary=len(rows) or llm.vocabulary)
         self.config = Pi0FastConfig(
             llm=llm,
@@ -129,8 +129,8 @@ class Pi0FastFamily(Family):
             network = PaliGemma(self.config)
         shared = {"decoder.head.weight"} if self.config.is_tied and not self.has_grammar else set()
         return [
-            TensorPlace(name, tuple(one.shape), name)
-            for name, one in network.named_parameters()
+            TensorPlace(name, tuple(parameter.shape), name)
+            for name, parameter in network.named_parameters()
             if name not in shared
         ]
 
@@ -151,7 +151,7 @@ class Pi0FastFamily(Family):
         return Reserve(self.options.largest_batch, min(shortest, longest), longest)
 
     def planned_bytes(self, dtype: torch.dtype) -> Mapping[str, int]:
-        """Of the decoder's passes; the tower's are small beside them."""
+        """Of the decoder's passes; the tower's are small in comparison."""
         layout = Layout(self.reserve, WIDEST, self.longest_answer + 1)
         num_graphs = len(shapes_of(self.reserve, WIDEST, False))
         return layout.bytes_of(self.config.llm, dtype.itemsize, num_graphs)
@@ -163,7 +163,7 @@ class Pi0FastFamily(Family):
         precision, _ = choose_precision(options, choose_device(options.device))
         num_cameras = len(files.robot_cameras)
         costs = find_costs(self.config, self.places, num_cameras, DTYPES[precision])
-        doubts = [Finding("answers", Verdict.DOUBTFUL, one) for one in self._doubts]
+        doubts = [Finding("answers", Verdict.DOUBTFUL, doubt) for doubt in self._doubts]
         return [*traps, *doubts, costs]
 
     def load(

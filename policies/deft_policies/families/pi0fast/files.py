@@ -56,7 +56,7 @@ class Pi0FastFiles:
     @property
     def robot_cameras(self) -> tuple[str, ...]:
         """Those that a robot has."""
-        return tuple(one for one in self.cameras if not one.startswith(_EMPTY))
+        return tuple(camera for camera in self.cameras if not camera.startswith(_EMPTY))
 
     @property
     def limits(self) -> ActionLimits:
@@ -90,9 +90,9 @@ def read_files(directory: Path) -> Pi0FastFiles:
             "convert it to LeRobot's names and layout first: docs/pi0fast.md says how they differ"
         )
     config = _load(directory / CONFIG_FILE)
-    if (found := config.value("type", str, "unknown")) != TYPE:
+    if (policy_type := config.value("type", str, "unknown")) != TYPE:
         raise config.error(
-            "type", f"is {found!r}, expected {TYPE!r}; give a folder that LeRobot has saved"
+            "type", f"is {policy_type!r}, expected {TYPE!r}; give a folder that LeRobot has saved"
         )
     if config.value("temperature", float, 0.0) != 0.0:
         raise config.error(
@@ -125,7 +125,7 @@ def read_files(directory: Path) -> Pi0FastFiles:
     if action.mode is Mode.IDENTITY:
         zeros = np.zeros(action_dim, np.float32)
         action = Normalization(Mode.IDENTITY, zeros, zeros, action.eps)
-    low, high = (one.astype(np.float64) for one in _read_range(unnormalizer, action, _ACTION))
+    low, high = (ends.astype(np.float64) for ends in _read_range(unnormalizer, action, _ACTION))
     step = steps.get("tokenizer_processor")
     words = config if step is None else step.section("config")
     max_prompt = config.count("tokenizer_max_length", _MOST_TOKENS, 200)
@@ -163,16 +163,16 @@ def _read_dim(features: JsonFields, name: str) -> int:
 
 def _read_cameras(config: JsonFields) -> tuple[str, ...]:
     features = config.section("input_features")
-    found = [
+    cameras = [
         name for name in features.names if features.section(name).value("type", str) == "VISUAL"
     ]
-    if not 1 <= len(found) <= _MOST_CAMERAS:
+    if not 1 <= len(cameras) <= _MOST_CAMERAS:
         raise config.error("input_features", f"must have 1 to {_MOST_CAMERAS} cameras")
-    return tuple(name.removeprefix(IMAGES) for name in found)
+    return tuple(name.removeprefix(IMAGES) for name in cameras)
 
 
 def _read_steps(pipeline: JsonFields) -> dict[str, JsonFields]:
-    """The settings of a pipeline's steps by name; `state_file` names one beside the pipeline."""
+    """The settings of a pipeline's steps by name; a `state_file` lies in the pipeline's folder."""
     return {step.value("registry_name", str): step for step in pipeline.sections("steps")}
 
 
@@ -193,8 +193,8 @@ def _read_normalization(step: JsonFields, kind: str, feature: str) -> Normalizat
         return Normalization(mode, np.empty(0, np.float32), np.empty(0, np.float32), eps)
     state_file = step.value("state_file", str)
     if Path(state_file).name != state_file:
-        raise step.error("state_file", "must be the name of a file beside the pipeline's")
-    names = [f"{feature}.{one}" for one in mode.needs]
+        raise step.error("state_file", "must be the name of a file in the pipeline's folder")
+    names = [f"{feature}.{need}" for need in mode.needs]
     first, second = _read_numbers(step.path.parent / state_file, names)
     if len(first) != len(second):
         raise CheckpointError(
@@ -280,8 +280,8 @@ def _read_relative(
             "use_relative_actions", f"has no relative_actions_processor in {_PREPROCESSOR}"
         )
     fields = relative.section("config")
-    names = [one.lower() for one in fields.values("action_names", str, ())]
-    words = [one.lower() for one in fields.values("exclude_joints", str, ()) if one]
+    names = [name.lower() for name in fields.values("action_names", str, ())]
+    words = [name.lower() for name in fields.values("exclude_joints", str, ()) if name]
     kept = [any(word in name for word in words) for name in names[:action_dim]]
     kept += [False] * (action_dim - len(kept))
-    return tuple(not one for one in kept)
+    return tuple(not is_kept for is_kept in kept)

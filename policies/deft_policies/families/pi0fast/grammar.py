@@ -14,7 +14,7 @@ from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.target import PassRow, Scores, Target
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.fast.answer import AnswerGrammar
-from deft_policies.fast.grammar import Place
+from deft_policies.fast.grammar import ChunkState
 from deft_policies.model.kv_cache import KVCache
 
 
@@ -33,7 +33,7 @@ class WatchedTarget(Target):
         return scores
 
 
-FreeTokens = Callable[[Tensor], list[int]]  # hidden states [place, width] to the likeliest tokens
+FreeTokens = Callable[[Tensor], list[int]]  # hidden states [token, width] to the likeliest tokens
 
 
 @dataclass(eq=False)
@@ -43,7 +43,7 @@ class Pi0FastGrammar(AnswerGrammar):
     prefix: tuple[int, ...] = field(kw_only=True)  # the decoder's tokens of `Action: `
     target: WatchedTarget = field(kw_only=True)
     free: FreeTokens = field(kw_only=True)  # by the whole head
-    # Of every pass: the place of the token behind node 0, and its nodes' hidden states.
+    # Of every pass: the index of the token behind node 0, and its nodes' hidden states.
     _seen: list[tuple[int, Tensor]] = field(default_factory=list)
 
     def adjust(self, logits: Tensor, answer: Answer, tree: DraftTree) -> Tensor:
@@ -52,35 +52,35 @@ class Pi0FastGrammar(AnswerGrammar):
         self._seen.append((first, self.target.hidden[answer.number]))
         return super().adjust(logits, answer, tree)
 
-    def _places(self, answer: Answer, tree: DraftTree) -> list[Place]:
-        """Before the end of the beginning nothing is asked, so any place will do."""
+    def _states(self, answer: Answer, tree: DraftTree) -> list[ChunkState]:
+        """The state behind each node. Within the prefix it is not read, so any will do."""
         shared, num = self.shared, len(self.prefix)
-        known = [*answer.tokens[: answer.num_cached], tree.tokens[0]] if answer.records else []
-        places = [shared.after(shared.chunk.start, known[num:])]
+        written = [*answer.tokens[: answer.num_cached], tree.tokens[0]] if answer.records else []
+        states = [shared.after(shared.chunk.start, written[num:])]
         for node, parent in enumerate(tree.parents[1:], 1):
             is_prefix = not answer.records and node <= num
-            here = [] if is_prefix else [tree.tokens[node]]
-            places.append(shared.after(places[parent], here))
-        return places
+            added = [] if is_prefix else [tree.tokens[node]]
+            states.append(shared.after(states[parent], added))
+        return states
 
     def forced(self, tokens: Sequence[int]) -> Sequence[int]:
-        """The beginning, and what alone can follow."""
+        """The rest of the prefix; behind it the codes that alone are allowed, and the end."""
         num = len(self.prefix)
         return self.prefix[len(tokens) :] if len(tokens) < num else super().forced(tokens[num:])
 
     def free_tokens(self, answer: Answer) -> list[int]:
-        """What the model would have written in each token's place.
+        """The model's own token at each position of the answer, as if nothing had been forbidden.
 
-        Behind the last pass it was not asked.
+        Behind the last pass, where the model was not run, it is the answer's token.
         """
         if answer.method.temperature > 0.0:  # drawn: of the tokens of answers alone
             return super().free_tokens(answer)
-        places, hidden = list[int](), list[Tensor]()
+        indices, hidden = list[int](), list[Tensor]()
         for (first, seen), record in zip(self._seen, answer.records, strict=False):
-            places += range(first, first + len(record.path))
+            indices += range(first, first + len(record.path))
             hidden.append(seen[record.path])
-        found = list(answer.tokens)
-        for place, token in zip(places, self.free(torch.cat(hidden)), strict=True):
-            if place < len(found):  # an answer may be cut at its limit
-                found[place] = token
-        return found
+        tokens = list(answer.tokens)
+        for index, token in zip(indices, self.free(torch.cat(hidden)), strict=True):
+            if index < len(tokens):  # an answer may be cut at its limit
+                tokens[index] = token
+        return tokens

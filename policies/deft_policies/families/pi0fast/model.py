@@ -65,15 +65,15 @@ class Pi0Fast(TokenModel):
         self._names: tuple[int, ...] = ()
         tokens, self._stop = ids, words.end
         if config.answer_ids:
-            known = frozenset(config.answer_ids)
-            others = (one for one in range(config.num_rows) if one not in known)
+            answer_ids = frozenset(config.answer_ids)
+            rest = (row for row in range(config.num_rows) if row not in answer_ids)
             # Behind the decoder's tokens, what only the whole head can say.
-            self._names = (*config.answer_ids, *others)
+            self._names = (*config.answer_ids, *rest)
             columns = {token: column for column, token in enumerate(self._names)}
-            tokens, self._stop = [columns[one] for one in ids], columns[words.end]
+            tokens, self._stop = [columns[token] for token in ids], columns[words.end]
             codes = TokenRange(min(tokens), max(tokens))
             self.target: Target = WatchedTarget(network.decoder, codes, runner=runner)
-            self._prefix = tuple(columns[one] for one in words.prefix)
+            self._prefix = tuple(columns[token] for token in words.prefix)
             by_code = to_device(tokens, self.device_of(network), torch.int64)
             chunk = ChunkGrammar(codec.pieces, files.horizon * files.action_dim)
             self._grammar = TokenGrammar(chunk, by_code, self._stop)
@@ -123,7 +123,7 @@ class Pi0Fast(TokenModel):
         if list(tokens[: len(prefix)]) != prefix:
             raise NoActionError("the answer does not begin with 'Action: '")
         written = tokens[len(prefix) : -1]
-        codes = [code for one in written if (code := self._codes.get(one)) is not None]
+        codes = [code for token in written if (code := self._codes.get(token)) is not None]
         if len(codes) < len(written):
             raise NoActionError(
                 f"{len(written) - len(codes)} of the answer's {len(written)} tokens are no FAST "
@@ -140,8 +140,8 @@ class Pi0Fast(TokenModel):
             return actions
         assert observation.state is not None  # the frame was checked
         state = observation.state[: self.files.action_dim] * np.array(self.files.adds_state)
-        found: NDArray[np.float32] = actions.astype(np.float32) + state.astype(np.float32)
-        return found.astype(np.float64)
+        absolute: NDArray[np.float32] = actions.astype(np.float32) + state.astype(np.float32)
+        return absolute.astype(np.float64)
 
     def read_text(self, tokens: Sequence[int]) -> tuple[str, tuple[int, ...]]:
         """The tokens' names; they have no parts."""
@@ -151,18 +151,18 @@ class Pi0Fast(TokenModel):
     def check(self, observation: Observation) -> None:
         """Refuse unknown cameras, another state, and words that the model does not know."""
         self.pictures(observation)
-        found, wanted = observation.state, self.files.state.dim
-        if found is None or len(found) != wanted:
-            got = "none" if found is None else f"{len(found)} numbers"
+        state, expected = observation.state, self.files.state.dim
+        if state is None or len(state) != expected:
+            got = "none" if state is None else f"{len(state)} numbers"
             raise RequestError(
-                "state", f"the model reads the robot's raw state, {wanted} numbers; got {got}"
+                "state", f"the model reads the robot's raw state, {expected} numbers; got {got}"
             )
         self._ids(observation)
 
     @property
     def camera_names(self) -> list[str]:
         """The robot's cameras by the model's names for them, but for one that is the frame."""
-        return [one for one in self.files.robot_cameras if one != "image"]
+        return [camera for camera in self.files.robot_cameras if camera != "image"]
 
     def pictures(self, observation: Observation) -> list[Image]:
         """Those of the model's cameras that a frame has, in the order of the prompt.
@@ -171,12 +171,12 @@ class Pi0Fast(TokenModel):
         places that are left, in their order. The frame itself is the first camera, unless a camera
         of that name is there, or the very same array under another name.
         """
-        files, given, wrists = self.files, dict[str, Image](), list[Image]()
+        files, cameras, wrists = self.files, dict[str, Image](), list[Image]()
         for name, image in observation.cameras.items():
             ours = name.removeprefix(IMAGES)
             ours = files.renames.get(ours, ours)
             if ours in files.cameras:
-                given[ours] = image
+                cameras[ours] = image
             elif WRIST in name:
                 wrists.append(image)
             else:
@@ -184,17 +184,17 @@ class Pi0Fast(TokenModel):
                     "cameras",
                     f"{name!r} is none of the model's cameras: {', '.join(files.robot_cameras)}",
                 )
-        if not any(one is observation.image for one in given.values()):
-            given.setdefault(files.cameras[0], observation.image)
-        left = [one for one in files.robot_cameras if one not in given]
-        if len(wrists) > len(left):
+        if not any(picture is observation.image for picture in cameras.values()):
+            cameras.setdefault(files.cameras[0], observation.image)
+        missing = [camera for camera in files.robot_cameras if camera not in cameras]
+        if len(wrists) > len(missing):
             raise RequestError(
                 "cameras",
                 f"the model looks at {', '.join(files.robot_cameras)}; got "
                 f"{1 + len(observation.cameras)} pictures",
             )
-        given |= dict(zip(left, wrists, strict=False))
-        return [given[one] for one in files.cameras if one in given]
+        cameras |= dict(zip(missing, wrists, strict=False))
+        return [cameras[camera] for camera in files.cameras if camera in cameras]
 
     def complete(self, observation: Observation) -> Observation:
         """Add the frame again for every camera, and a state of zeros."""
@@ -215,18 +215,20 @@ class Pi0Fast(TokenModel):
     def see(self, observations: Sequence[Observation], clock: StageClock) -> list[Prompt]:
         """Pictures and prompts, embedded. Each frame is looked at by itself."""
         pixels = [
-            torch.stack([to_pixels(one) for one in self.pictures(seen)]) for seen in observations
+            torch.stack([to_pixels(picture) for picture in self.pictures(seen)])
+            for seen in observations
         ]
-        texts = [self._ids(one) for one in observations]
+        texts = [self._ids(observation) for observation in observations]
         clock.record(Stage.PREPARE)
         weight, prompts = self.network.decoder.embedding.weight, []
         for pictures, ids in zip(pixels, texts, strict=True):
             patches = self._look(pictures.to(weight.device, weight.dtype)).flatten(0, 1)
             embeds = torch.cat((patches, self.network.words(to_device(ids, weight.device))))
-            here = slice(0, len(patches))
-            # The decoder may not know the word that a prompt ends in; its embedding stands here.
+            span = slice(0, len(patches))
+            # The decoder may not know the word that a prompt ends in; its embedding is looked up
+            # here.
             last = self._stop if self._names else ids[-1]
-            prompts.append(Prompt(embeds, last, here, len(embeds), self._new_grammar()))
+            prompts.append(Prompt(embeds, last, span, len(embeds), self._new_grammar()))
         clock.record(Stage.VISION)
         return prompts
 
@@ -241,7 +243,7 @@ class Pi0Fast(TokenModel):
     def _free_tokens(self, hidden: torch.Tensor) -> list[int]:
         logits = torch.mm(hidden, self.network.head.t()).float()
         likeliest: list[int] = first_maximum(logits).tolist()
-        return [self._columns[one] for one in likeliest]
+        return [self._columns[column] for column in likeliest]
 
     def _look(self, pixels: torch.Tensor) -> torch.Tensor:
         (patches,) = self.runner.run((self, "see", len(pixels)), self._see_step, (pixels,))

@@ -113,14 +113,14 @@ def read_sizes(shapes: Mapping[str, Shape], directory: Path) -> tuple[LlamaSizes
     """Sizes of the decoder and of the tower; `shapes` are by our names."""
 
     def shape(name: str, axes: int) -> Shape:
-        found = shapes.get(name, ())
-        if len(found) != axes or 0 in found:
-            said = "missing" if name not in shapes else f"of shape {list(found)}"
+        dimensions = shapes.get(name, ())
+        if len(dimensions) != axes or 0 in dimensions:
+            problem = "missing" if name not in shapes else f"of shape {list(dimensions)}"
             raise CheckpointError(
-                f"{directory}: the tensor {name} is {said}, expected {axes} axes; give pi0-FAST's "
-                "weights as LeRobot saves them"
+                f"{directory}: the tensor {name} is {problem}, expected {axes} axes; give "
+                "pi0-FAST's weights as LeRobot saves them"
             )
-        return found
+        return dimensions
 
     rows, width = shape(TABLE if TABLE in shapes else HEAD, 2)
     layer = f"{_LAYERS}layers.0."
@@ -178,8 +178,8 @@ def read_sizes(shapes: Mapping[str, Shape], directory: Path) -> tuple[LlamaSizes
 
 def _count(shapes: Mapping[str, Shape], prefix: str) -> int:
     """How many layers there are; that their numbers have no gap is found with the tensors."""
-    found = {name.removeprefix(prefix).split(".")[0] for name in shapes if name.startswith(prefix)}
-    return len(found)
+    names = {name.removeprefix(prefix).split(".")[0] for name in shapes if name.startswith(prefix)}
+    return len(names)
 
 
 def find_places(config: Pi0FastConfig) -> tuple[TensorPlace, ...]:
@@ -191,10 +191,10 @@ def find_places(config: Pi0FastConfig) -> tuple[TensorPlace, ...]:
         words, head = "table.weight", "whole_head.weight"
     places = [*_tower_places(tower), *_linear(_PROJECTOR, "projector", llm.width, tower.width)]
     for index in range(llm.num_layers):
-        for one in layer_places(llm):
-            name = f"{_LAYERS}layers.{index}.{one.name}.weight"
-            ours = f"decoder.layers.{index}.{one.parameter}.weight"
-            places.append(replace(one, name=name, parameter=ours))
+        for place in layer_places(llm):
+            name = f"{_LAYERS}layers.{index}.{place.name}.weight"
+            ours = f"decoder.layers.{index}.{place.parameter}.weight"
+            places.append(replace(place, name=name, parameter=ours))
     places.append(TensorPlace(f"{_LAYERS}norm.weight", (llm.width,), "decoder.norm.weight"))
     parameters = (words,) if config.is_tied else (words, head)
     for name, parameter in zip(config.stored, parameters, strict=True):
@@ -243,4 +243,6 @@ def _linear(
 
 
 def _norm(theirs: str, ours: str, width: int) -> list[TensorPlace]:
-    return [TensorPlace(f"{theirs}.{one}", (width,), f"{ours}.{one}") for one in ("weight", "bias")]
+    return [
+        TensorPlace(f"{theirs}.{kind}", (width,), f"{ours}.{kind}") for kind in ("weight", "bias")
+    ]

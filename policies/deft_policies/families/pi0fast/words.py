@@ -68,8 +68,8 @@ def read_words(folder: Path) -> Words:
     tokenizer = load_tokenizer(folder, _OF_GEMMA)
 
     def ids_of(text: str) -> list[int]:
-        found: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-        return found
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
 
     end, prefix = ids_of(END), ids_of(PREFIX)
     if tokenizer.token_to_id(BOS) is None or len(end) != 1 or not 1 <= len(prefix) <= 8:
@@ -85,15 +85,15 @@ def read_words(folder: Path) -> Words:
 def _check_rules(fields: JsonFields) -> None:
     """Nothing may make a text, or the name of an answer's token, as long as it likes."""
     decoders = fields.section("decoder").sections("decoders") if fields.has("decoder") else ()
-    kinds = {one.value("type", str) for one in decoders}
+    kinds = {decoder.value("type", str) for decoder in decoders}
     if len(decoders) > _MOST_DECODERS or kinds - {*_DECODERS}:
         raise fields.error("decoder", f"must have {', '.join(_DECODERS)}, as Gemma's; {_REMEDY}")
-    for one in (fields.section("normalizer"), *decoders):
-        length = len(one.value("content", str, ""))
+    for section in (fields.section("normalizer"), *decoders):
+        length = len(section.value("content", str, ""))
         if length > _MOST_REPLACEMENT:
-            raise one.error("content", f"has {length} characters, Gemma's 1; {_REMEDY}")
+            raise section.error("content", f"has {length} characters, Gemma's 1; {_REMEDY}")
     pieces = fields.section("model").section("vocab").names
-    added = [one.value("content", str) for one in fields.sections("added_tokens")]
+    added = [section.value("content", str) for section in fields.sections("added_tokens")]
     longest = max(map(len, (*pieces, *added)), default=0)
     if longest > _MOST_PIECE:
         raise fields.error("model.vocab", f"has a piece of {longest} characters; {_REMEDY}")

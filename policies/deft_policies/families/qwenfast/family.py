@@ -54,12 +54,12 @@ class FastFamily(Family):
         if options.quantization not in (Quantization.NONE, Quantization.INT8):
             raise CheckpointError(
                 f"--quantization {options.quantization.value}: {self.name} is served in int8 or "
-                "unquantized; nobody has compared its numbers in another format"
+                "unquantized; other formats were never compared"
             )
         self.files = files = self.read_files(source.directory)
-        self._stored = {new_name(name): one for name, one in files.stored.items()}
+        self._stored = {new_name(name): tensor for name, tensor in files.stored.items()}
         self.config = read_config(files.base, self._stored, files.statistics)
-        shapes = {name: one.shape for name, one in self._stored.items()}
+        shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         where = files.weight_files[0].parent
         check_tensors(where, shapes, find_places(self.config))
         last = max(*files.code_ids(), *files.stop_ids())
@@ -79,7 +79,7 @@ class FastFamily(Family):
 
     @property
     def weight_folders(self) -> list[Path]:
-        """The files alone: beside them may lie those of other steps."""
+        """The files alone: the folder may hold those of other steps, too."""
         return list(self.files.weight_files)
 
     @property
@@ -87,8 +87,8 @@ class FastFamily(Family):
         """As they are kept: a head that is the table counts once."""
         with torch.device("meta"):
             network = QwenFastNetwork(self.config)
-        kept = network.named_parameters()
-        return [TensorPlace(name, tuple(one.shape), name) for name, one in kept]
+        parameters = network.named_parameters()
+        return [TensorPlace(name, tuple(tensor.shape), name) for name, tensor in parameters]
 
     @property
     def reserve(self) -> Reserve:
@@ -107,7 +107,7 @@ class FastFamily(Family):
         return options.max_tokens or max(usual, published)
 
     def planned_bytes(self, dtype: torch.dtype) -> Mapping[str, int]:
-        """Of the decoder's passes; the tower's are small beside them."""
+        """Of the decoder's passes; the tower's are small in comparison."""
         layout = Layout(self.reserve, WIDEST, self.longest_answer + 1)
         num_graphs = len(shapes_of(self.reserve, WIDEST, False))
         return layout.bytes_of(self.config.llm, dtype.itemsize, num_graphs)

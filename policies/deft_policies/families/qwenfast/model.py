@@ -59,9 +59,9 @@ class QwenFast(TokenModel):
         config, ids, self._stops = network.config, files.code_ids(), files.stop_ids()
         self._codes = {token: code for code, token in enumerate(ids)}
         self._strides = dict(zip(ids, strides_of(files.codec.pieces), strict=True))
-        # Pictures stand before the instruction, so at the same places of every prompt.
+        # Pictures come before the instruction, so at the same positions of every prompt.
         prompt, pad = encode_prompt(files, ""), files.tokenizer.token_to_id(IMAGE_PAD)
-        self._slots = [slot for slot, one in enumerate(prompt) if one == pad]
+        self._slots = [slot for slot, token in enumerate(prompt) if token == pad]
         assert pad is not None  # the prompt holds it
         positions = mrope_positions(prompt, pad, _GRID)
         network.decoder.rotary = MRopeTable(config.llm, positions, config.mrope_section)
@@ -93,20 +93,22 @@ class QwenFast(TokenModel):
 
     def spec(self, key: str) -> AnswerSpec:
         """Codes and an end."""
-        first, *others = self._stops
-        return AnswerSpec(self._max_tokens, first, other_stops=tuple(others), strides=self._strides)
+        first, *other_stops = self._stops
+        return AnswerSpec(
+            self._max_tokens, first, other_stops=tuple(other_stops), strides=self._strides
+        )
 
     def decode(self, key: str, tokens: Sequence[int]) -> NDArray[np.float64]:
         """The actions of a valid answer, [step, action_dim]."""
         files = self.files
         if not tokens or tokens[-1] not in self._stops:
             raise NoActionError(f"the answer did not end within {len(tokens)} tokens")
-        found = [self._codes.get(one) for one in tokens[:-1]]
-        codes = [one for one in found if one is not None]
-        if len(codes) < len(found):
+        codes_or_none = [self._codes.get(token) for token in tokens[:-1]]
+        codes = [code for code in codes_or_none if code is not None]
+        if len(codes) < len(codes_or_none):
             raise NoActionError(
-                f"{len(found) - len(codes)} of the answer's {len(found)} tokens are no action "
-                "tokens"
+                f"{len(codes_or_none) - len(codes)} of the answer's {len(codes_or_none)} tokens "
+                "are no action tokens"
             )
         actions = files.codec.decode(codes, files.num_steps, files.action_dim)
         return files.unnormalise(actions, self.statistics[key])
@@ -122,11 +124,11 @@ class QwenFast(TokenModel):
         pictures = np.stack(
             [
                 picture
-                for one in observations
-                for picture in make_pictures(self.pictures(one), self.files)
+                for observation in observations
+                for picture in make_pictures(self.pictures(observation), self.files)
             ]
         )
-        texts = [self.encode(one.instruction) for one in observations]
+        texts = [self.encode(observation.instruction) for observation in observations]
         clock.record(Stage.PREPARE)
         weight = self.network.decoder.embedding.weight
         patches = to_patches(to_device(pictures, weight.device)).to(weight.dtype)
@@ -136,13 +138,13 @@ class QwenFast(TokenModel):
         for ids, seen in zip(texts, tokens, strict=True):
             embeds = self.target.embed(to_device(ids, self.device))
             embeds[self._slots] = seen
-            here = slice(self._slots[0], self._slots[-1] + 1)
-            prompts.append(Prompt(embeds, ids[-1], here, grammar=self._grammar_of(ids)))
+            span = slice(self._slots[0], self._slots[-1] + 1)
+            prompts.append(Prompt(embeds, ids[-1], span, grammar=self._grammar_of(ids)))
         clock.record(Stage.VISION)
         return prompts
 
     def _grammar_of(self, ids: Sequence[int]) -> Grammar | None:
-        """The penalty of what stands in a prompt, and what may be written behind it."""
+        """The penalty of the prompt's tokens, and the grammar of the answer."""
         penalty = self.files.settings.repetition_penalty
         penalised = None if penalty == 1.0 else RepetitionPenalty(penalty, frozenset(ids))
         return penalised if self._grammar is None else AnswerGrammar(self._grammar, penalised)
@@ -160,7 +162,8 @@ class QwenFast(TokenModel):
 def make_pictures(images: Sequence[Image], files: PolicyFiles) -> list[NDArray[np.uint8]]:
     """What the processor is given: every picture by itself, brought to size whatever its ratio."""
     return [
-        np.array(PillowImage.fromarray(one).resize((SIDE, SIDE), files.resample)) for one in images
+        np.array(PillowImage.fromarray(image).resize((SIDE, SIDE), files.resample))
+        for image in images
     ]
 
 
@@ -179,9 +182,9 @@ def encode_prompt(files: PolicyFiles, instruction: str) -> list[int]:
     if IMAGE_PAD in instruction or written:
         raise RequestError(
             "instruction",
-            f"holds {IMAGE_PAD}, which stands for a picture"
+            f"holds {IMAGE_PAD}, which marks a picture"
             if written is None
-            else f"holds {written[0]}, which stands for a part of an action",
+            else f"holds {written[0]}, which is a part of an action",
         )
     rows, columns = _GRID
     pads = IMAGE_PAD * (rows * columns // MERGE**2)

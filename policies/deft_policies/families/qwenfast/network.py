@@ -29,16 +29,19 @@ def read_config(
     rows = table.shape[0] if table is not None and table.shape else 0
     if not 0 < rows <= _MOST_ROWS:
         raise CheckpointError(f"the weights of {base.name} have no table of words, or no usual one")
-    found = vla0.read_config(base, (), statistics)
-    llm = replace(found.llm, vocabulary=rows)
-    return replace(found, llm=llm, vocab_size=rows, frame_size=SIDE)
+    config = vla0.read_config(base, (), statistics)
+    llm = replace(config.llm, vocabulary=rows)
+    return replace(config, llm=llm, vocab_size=rows, frame_size=SIDE)
 
 
 def find_places(config: vla0.Vla0Config) -> Sequence[TensorPlace]:
     """Every tensor of a checkpoint."""
     ours = {"embed_tokens.weight": "decoder.embedding.weight"}
     places = vla0.find_places(config)
-    return [replace(one, parameter=ours.get(one.parameter or "", one.parameter)) for one in places]
+    return [
+        replace(place, parameter=ours.get(place.parameter or "", place.parameter))
+        for place in places
+    ]
 
 
 class QwenFastNetwork(VlaNetwork):

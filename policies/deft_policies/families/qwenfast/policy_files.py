@@ -37,7 +37,7 @@ class GenerationSettings:
     """What `generation_config.json` says of how answers are written."""
 
     repetition_penalty: float
-    stops: tuple[int, ...]  # ids; none: nobody said
+    stops: tuple[int, ...]  # ids; empty where no file names any
     max_new_tokens: int | None
     doubts: tuple[str, ...]
 
@@ -66,7 +66,7 @@ class GenerationSettings:
 
 @dataclass(frozen=True, eq=False)
 class PolicyFiles:
-    """A policy whose files were found, whoever has saved them."""
+    """A policy whose files were found, in whichever layout they were saved."""
 
     base: Path  # sizes, tokenizer and generation settings
     stored: Mapping[str, StoredTensor]  # by the names of transformers
@@ -76,14 +76,14 @@ class PolicyFiles:
     num_steps: int
     action_dim: int
     num_cameras: int
-    template: str  # of what stands in the prompt behind the pictures
+    template: str  # of the prompt behind the pictures
     resample: Resampling  # to the size that the model looks at
     statistics: Mapping[str, ActionStatistics]
     unnormalise: Unnormalise
     gripper: str  # what the last number means, in words
     settings: GenerationSettings
     tokenizer: Tokenizer
-    doubts: tuple[str, ...] = ()  # beside those of the settings
+    doubts: tuple[str, ...] = ()  # besides those of the settings
 
     @property
     def num_coefficients(self) -> int:
@@ -94,23 +94,23 @@ class PolicyFiles:
         """The tokenizer's id of each code: `<robot_action_0>` and so on."""
         names = [f"<robot_action_{code}>" for code in range(len(self.codec.pieces))]
         ids = [self.tokenizer.token_to_id(name) for name in names]
-        found = [one for one in ids if one is not None]
-        if len(found) != len(ids) or len(set(found)) != len(found):
+        known_ids = [token for token in ids if token is not None]
+        if len(known_ids) != len(ids) or len(set(known_ids)) != len(known_ids):
             raise CheckpointError(
-                f"{self.base}: the tokenizer has {len(set(found))} of the {len(ids)} tokens "
+                f"{self.base}: the tokenizer has {len(set(known_ids))} of the {len(ids)} tokens "
                 f"<robot_action_0> to {names[-1]} that {self.fast} needs; give the base and the "
                 "FAST tokenizer of one and the same policy"
             )
-        return found
+        return known_ids
 
     def stop_ids(self) -> tuple[int, ...]:
         """Ids that end an answer; that of `<|im_end|>` comes first where it is one."""
         usual = [self.tokenizer.token_to_id(name) for name in (END, OTHER_END)]
-        known = [one for one in usual if one is not None]
-        stops = self.settings.stops or known
+        usual_stops = [stop for stop in usual if stop is not None]
+        stops = self.settings.stops or usual_stops
         if not stops:
             raise CheckpointError(f"{self.base}: the tokenizer has no {END}; expected Qwen's")
-        return tuple(sorted(set(stops), key=lambda one: (one not in known[:1], one)))
+        return tuple(sorted(set(stops), key=lambda stop: (stop not in usual_stops[:1], stop)))
 
     def findings(self) -> list[Finding]:
         """What costs users their success without a word, for `deft doctor`."""
@@ -120,9 +120,9 @@ class PolicyFiles:
             f" on; an answer is {self.num_steps} x {self.action_dim} = {num} coefficients. Of "
             "another FAST tokenizer than the policy's own no action would be right"
         )
-        found = [Finding("action tokens", Verdict.GOOD, text)]
+        findings = [Finding("action tokens", Verdict.GOOD, text)]
         doubts = (*self.doubts, *self.settings.doubts)
-        return [*found, *(Finding("answers", Verdict.DOUBTFUL, one) for one in doubts)]
+        return [*findings, *(Finding("answers", Verdict.DOUBTFUL, doubt) for doubt in doubts)]
 
 
 def open_base(folder: Path) -> tuple[Tokenizer, GenerationSettings]:
@@ -130,15 +130,15 @@ def open_base(folder: Path) -> tuple[Tokenizer, GenerationSettings]:
     return load_tokenizer(folder, _OF_QWEN), GenerationSettings.read(folder)
 
 
-def find_fast(places: Sequence[Path]) -> tuple[Path, FastCodec]:
+def find_fast(candidates: Sequence[Path]) -> tuple[Path, FastCodec]:
     """The FAST tokenizer of the first folder that is one, or else the published one's."""
-    folder = next((one for one in places if is_fast_folder(one)), None)
+    folder = next((candidate for candidate in candidates if is_fast_folder(candidate)), None)
     if folder is None:
         try:
             patterns = (TOKENIZER_FILE, f"*/{TOKENIZER_FILE}", PROCESSOR_FILE)
             folder = download_snapshot(_PUBLISHED_FAST, patterns)
         except CheckpointError as error:
-            looked = ", ".join(map(str, places))
+            looked = ", ".join(map(str, candidates))
             raise CheckpointError(
                 f"there is no FAST tokenizer ({TOKENIZER_FILE} and {PROCESSOR_FILE}) in {looked}, "
                 f"and {error}"
@@ -163,16 +163,16 @@ def doubts_of(fast: Path, codec: FastCodec, num_steps: int, action_dim: int) -> 
 
     The projects set both sizes themselves, whatever its file says.
     """
-    found = []
+    doubts = []
     if codec.num_steps not in (None, num_steps) or codec.action_dim not in (None, action_dim):
-        found.append(
+        doubts.append(
             f"{fast / PROCESSOR_FILE} is for {codec.num_steps} x {codec.action_dim} numbers, and "
             f"answers have {num_steps} x {action_dim}: is it the policy's own?"
         )
     lowest = -round(codec.scale * math.sqrt(num_steps))
     if lowest < codec.min_token:
-        found.append(
+        doubts.append(
             f"{fast} begins at the coefficient {codec.min_token}, and a chunk at its lowest has "
             f"{lowest}: is it the policy's own?"
         )
-    return tuple(found)
+    return tuple(doubts)

@@ -50,7 +50,7 @@ _REMEDY = "give the folder of a run, with config.yaml and checkpoints/"
 
 @dataclass(frozen=True)
 class _Mix:
-    """How StarVLA normalises the actions of a mixture of data: it stands in its code alone."""
+    """How StarVLA normalises the actions of a mixture of data. Only its code says so."""
 
     num_cameras: int
     ends: tuple[str, str]  # the statistics that become -1 and 1
@@ -67,11 +67,11 @@ _MIXES: Mapping[str, _Mix] = {
 
 
 def find_runs(directory: Path) -> list[Path]:
-    """Runs of QwenFAST that a folder stands for: it is one, lies in one, or holds some."""
+    """The runs of QwenFAST of a folder: it is one, lies in one, or holds some."""
     for folder in (directory, directory.parent):
         if _is_run(folder):
             return [folder]
-    return [one for one in sorted(directory.glob(_RUNS)) if _is_run(one)]
+    return [path for path in sorted(directory.glob(_RUNS)) if _is_run(path)]
 
 
 def _is_run(folder: Path) -> bool:
@@ -109,7 +109,7 @@ def read_run(directory: Path) -> PolicyFiles:
     action_dim = action.count("action_dim", MOST_DIM, _USUAL_DIM)
     num_steps = _read_horizon(action)
     fast, codec = find_fast(
-        [*(one / _MODELS / "fast" for one in run.parents), base.parent / "fast"]
+        [*(parent / _MODELS / "fast" for parent in run.parents), base.parent / "fast"]
     )
     tokenizer, settings = open_base(base)
     stored, weights, doubts = _find_weights(run)
@@ -147,10 +147,12 @@ def _find_base(run: Path, qwen: JsonFields) -> Path:
     """The model that the run began with: below the run, above it, or on the hub."""
     name = qwen.value("base_vlm", str)
     tops = [run, *run.parents]
-    places = [one / name for one in tops] + [one / _MODELS / Path(name).name for one in tops]
-    found = next((one for one in places if (one / "config.json").is_file()), None)
-    if found is not None:
-        return found
+    candidates = [top / name for top in tops] + [top / _MODELS / Path(name).name for top in tops]
+    existing = next(
+        (candidate for candidate in candidates if (candidate / "config.json").is_file()), None
+    )
+    if existing is not None:
+        return existing
     hub_id = (
         name if re.fullmatch(r"[\w.-]+/[\w.-]+", name) else f"{_ORGANISATION}/{Path(name).name}"
     )
@@ -166,46 +168,52 @@ def _find_base(run: Path, qwen: JsonFields) -> Path:
 
 def _find_weights(run: Path) -> tuple[Mapping[str, StoredTensor], Path, tuple[str, ...]]:
     """The final weights, or else those of most steps; their file, and what is to be said of it."""
-    final = [run / "final_model" / one for one in ("pytorch_model.pt", "model.safetensors")]
+    final = [run / "final_model" / name for name in ("pytorch_model.pt", "model.safetensors")]
     steps = [
         (int(match[1]), one)
         for one in sorted((run / "checkpoints").glob("steps_*"))
         if (match := _STEPS.fullmatch(one.name))
     ]
-    found = [one for one in final if one.is_file()] or [one for _, one in sorted(steps)[-1:]]
-    if not found:
+    paths = [path for path in final if path.is_file()] or [path for _, path in sorted(steps)[-1:]]
+    if not paths:
         raise CheckpointError(
             f"{run} has neither final_model/pytorch_model.pt nor checkpoints/steps_N_*; {_REMEDY}"
         )
-    path = found[0]
+    path = paths[0]
     stored = read_header(path)
     doubts = () if len(steps) < 2 else (f"of {len(steps)} steps' weights {path.name} is served",)
-    named = {name.removeprefix(_PREFIX): one for name, one in stored.items()}
+    named = {name.removeprefix(_PREFIX): tensor for name, tensor in stored.items()}
     return named, path, doubts
 
 
 def _read_statistics(path: Path, mix: _Mix, action_dim: int) -> Mapping[str, ActionStatistics]:
     """Of each key; the gripper, the last number, is in no unit that statistics would change."""
     fields = JsonFields.load(path, f"restore {STATISTICS_FILE}", MOST_STATISTICS_BYTES)
-    found = parse_statistics(fields, ends=mix.ends)
-    check_statistics(path, found, action_dim)
+    statistics_by_key = parse_statistics(fields, ends=mix.ends)
+    check_statistics(path, statistics_by_key, action_dim)
     mask = np.arange(action_dim) < action_dim - 1
     return {
-        key: ActionStatistics(one.low, one.high, mask, minimum=one.minimum, maximum=one.maximum)
-        for key, one in found.items()
+        key: ActionStatistics(
+            statistics.low,
+            statistics.high,
+            mask,
+            minimum=statistics.minimum,
+            maximum=statistics.maximum,
+        )
+        for key, statistics in statistics_by_key.items()
     }
 
 
 def _keep(normalised: NDArray[np.float64], statistics: ActionStatistics) -> NDArray[np.float64]:
     """In float32, as StarVLA does; the gripper stays as it is."""
-    found = normalised.astype(np.float32)
-    low, high = (one.astype(np.float32)[:-1] for one in (statistics.low, statistics.high))
-    found[:, :-1] = (found[:, :-1] + 1) / 2 * (high - low) + low
-    return found.astype(np.float64)
+    kept = normalised.astype(np.float32)
+    low, high = (ends.astype(np.float32)[:-1] for ends in (statistics.low, statistics.high))
+    kept[:, :-1] = (kept[:, :-1] + 1) / 2 * (high - low) + low
+    return kept.astype(np.float64)
 
 
 def _cut(normalised: NDArray[np.float64], statistics: ActionStatistics) -> NDArray[np.float64]:
     """The same, with a gripper of 0 or 1."""
-    found = _keep(normalised, statistics)
-    found[:, -1] = found[:, -1] > 0.5
-    return found
+    kept = _keep(normalised, statistics)
+    kept[:, -1] = kept[:, -1] > 0.5
+    return kept

@@ -60,17 +60,17 @@ class Vla0Family(Family):
         if options.quantization not in (Quantization.NONE, Quantization.INT8):
             raise CheckpointError(
                 f"--quantization {options.quantization.value}: vla0 is served in int8 or "
-                "unquantized; nobody has compared its numbers in another format"
+                "unquantized; other formats were never compared"
             )
         base = None if source.overlay is None else source.directory
         self._run = run = read_run(source.tuned, base)
         self._tokenizer = load_tokenizer(run.model)
-        low, high = (one.astype(np.float64) for one in (run.lowest, run.highest))
+        low, high = (ends.astype(np.float64) for ends in (run.lowest, run.highest))
         statistics = ActionStatistics(low, high, np.ones(run.action_dim, bool))
         ids = find_ids(self._tokenizer, run.model)
         self.config = read_config(run.base, ids, {KEY: statistics})
-        self._stored = {new_name(name): one for name, one in find_tensors(run.base).items()}
-        shapes = {name: one.shape for name, one in self._stored.items()}
+        self._stored = {new_name(name): tensor for name, tensor in find_tensors(run.base).items()}
+        shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         check_tensors(run.base, shapes, find_places(self.config))
         self._adapter = None if run.base == run.model else LoraAdapter(run.model)
         if self._adapter is not None:
@@ -97,8 +97,8 @@ class Vla0Family(Family):
         """As they are kept: twelve rows of the head, and for prompts the whole table of words."""
         with torch.device("meta"):
             network = Vla0Network(self.config)
-        kept = network.named_parameters()
-        return [TensorPlace(name, tuple(one.shape), name) for name, one in kept]
+        parameters = network.named_parameters()
+        return [TensorPlace(name, tuple(tensor.shape), name) for name, tensor in parameters]
 
     @property
     def longest_answer(self) -> int:
@@ -117,7 +117,7 @@ class Vla0Family(Family):
         planned = layout.bytes_of(self.config.llm, dtype.itemsize, num_graphs)
         rows, columns = self._run.grid
         patches = self.reserve.rows * self._run.num_pictures * rows * columns
-        # Beside the residual stream queries, keys and values, some of it in float32, or the MLP's.
+        # Besides the residual stream queries, keys and values, some of it in float32, or the MLP's.
         of_patch = max(12 * sizes.width, 4 * sizes.width + 3 * sizes.mlp_width) * dtype.itemsize
         nodes = len(self.reserve.batches) * _NODES_OF_BLOCK * sizes.num_blocks
         return {**planned, "pictures": patches * of_patch + nodes * _BYTES_OF_NODE}

@@ -52,16 +52,16 @@ class RepetitionPenalty:
         common = self.seen | {*answer.tokens[: answer.num_cached], tree.tokens[0]}
         if not answer.records:  # the last token of the prompt is none of the decoder's
             common = self.seen
-        paths: list[frozenset[int]] = [frozenset()]  # tokens of a node's own, beside the common
+        paths: list[frozenset[int]] = [frozenset()]  # of a node: tokens not in `common`
         for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
             paths.append(paths[parent] | ({token} - common))
-        found, columns = logits.clone(), to_device(sorted(common), logits.device, torch.int64)
-        found.index_copy_(1, columns, self._smaller(logits.index_select(1, columns)))
-        own = [(node, token) for node, path in enumerate(paths) for token in path]
-        if own:
-            nodes, tokens = to_device(own, logits.device, torch.int64).unbind(1)
-            found[nodes, tokens] = self._smaller(logits[nodes, tokens])
-        return found
+        adjusted, columns = logits.clone(), to_device(sorted(common), logits.device, torch.int64)
+        adjusted.index_copy_(1, columns, self._smaller(logits.index_select(1, columns)))
+        pairs = [(node, token) for node, path in enumerate(paths) for token in path]
+        if pairs:
+            nodes, tokens = to_device(pairs, logits.device, torch.int64).unbind(1)
+            adjusted[nodes, tokens] = self._smaller(logits[nodes, tokens])
+        return adjusted
 
     def _smaller(self, logits: Tensor) -> Tensor:
         return torch.where(logits > 0, logits / self.penalty, logits * self.penalty)
@@ -91,10 +91,10 @@ class Vla0(TokenModel):
     ) -> None:
         self.run, self._max_tokens, config = run, max_tokens, network.config
         encode = partial(encode_prompt, tokenizer, run)
-        # Pictures stand before the instruction, so at the same places of every prompt.
+        # Pictures come before the instruction, so at the same positions of every prompt.
         ids, pad = encode(""), tokenizer.token_to_id(IMAGE_PAD)
         assert pad is not None  # the prompt holds it
-        self._slots = [slot for slot, one in enumerate(ids) if one == pad]
+        self._slots = [slot for slot, token in enumerate(ids) if token == pad]
         self._characters = dict(zip(config.answer_ids, (*CHARACTERS, ""), strict=True))
         positions = mrope_positions(ids, pad, run.grid)
         network.decoder.rotary = MRopeTable(config.llm, positions, config.mrope_section)
@@ -137,12 +137,14 @@ class Vla0(TokenModel):
 
     def read_text(self, tokens: Sequence[int]) -> tuple[str, tuple[int, ...]]:
         """The numbers; they have no parts."""
-        return "".join(self._characters[one] for one in tokens), ()
+        return "".join(self._characters[token] for token in tokens), ()
 
     def see(self, observations: Sequence[Observation], clock: StageClock) -> list[Prompt]:
         """Pictures and prompts, embedded. Shorter prompts are padded on the right."""
-        pictures = np.stack([make_pictures(self.pictures(one), self.run) for one in observations])
-        texts = [self.encode(one.instruction) for one in observations]
+        pictures = np.stack(
+            [make_pictures(self.pictures(observation), self.run) for observation in observations]
+        )
+        texts = [self.encode(observation.instruction) for observation in observations]
         clock.record(Stage.PREPARE)
         step = (to_device(pictures, self.device),)
         (tokens,) = self.runner.run_batch((self, "see"), self._see_step, step)
@@ -151,13 +153,13 @@ class Vla0(TokenModel):
         embeds = self.network.embed_tokens(to_device(padded, self.device))
         embeds.index_copy_(1, self._slots_here, tokens)
         clock.record(Stage.VISION)
-        here = slice(self._slots[0], self._slots[-1] + 1)
+        span = slice(self._slots[0], self._slots[-1] + 1)
         return [
             Prompt(
                 embeds[row, : len(ids)],
                 # The decoder knows no word that a prompt ends in; every prompt holds a space.
                 SPACE,
-                here,
+                span,
                 grammar=self._penalty_of(ids),
             )
             for row, ids in enumerate(texts)
@@ -168,8 +170,8 @@ class Vla0(TokenModel):
         if self.run.repetition_penalty == 1.0:
             return None
         answer_ids = self.network.config.answer_ids
-        known = set(ids)
-        seen = frozenset(token for token, one in enumerate(answer_ids) if one in known)
+        prompt_tokens = set(ids)
+        seen = frozenset(token for token, token in enumerate(answer_ids) if token in prompt_tokens)
         return RepetitionPenalty(self.run.repetition_penalty, seen)
 
     @torch.no_grad()
@@ -209,7 +211,7 @@ def read_numbers_text(text: str, has_ended: bool, run: RunFolder) -> list[int]:
 
 
 def read_rows_begun(text: str, run: RunFolder) -> list[int]:
-    """Numbers of the whole rows with which a text begins, as far as they may stand in an answer."""
+    """Numbers of the whole rows with which a text begins, as far as they are in range."""
     numbers: list[int] = []
     for word in text.split(" ")[: run.num_numbers][:-1]:
         if not word or len(word) > len(str(run.num_bins)) or int(word) > run.num_bins:

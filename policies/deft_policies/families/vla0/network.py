@@ -28,7 +28,7 @@ from deft_policies.model.vla import VlaNetwork
 if TYPE_CHECKING:
     from deft_policies.model.kernels.launch import FusedKernels
 
-CHARACTERS = "0123456789 "  # of an answer; behind them stands its end
+CHARACTERS = "0123456789 "  # of an answer; its end comes behind them
 _MOST_POSITIONS = 4096  # more than any prompt and answer have: a table of angles is kept of them
 _LAYERS = "model.language_model."  # how names of the decoder's tensors begin
 HEAD = "lm_head.weight"
@@ -52,13 +52,13 @@ class Vla0Config:
 
 def find_ids(tokenizer: Tokenizer, model: Path) -> tuple[int, ...]:
     """Ids of the twelve tokens of answers, which must be one token each."""
-    found: list[int] = []
+    all_ids: list[int] = []
     for text in (*CHARACTERS, END):
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         if len(ids) != 1:
             raise CheckpointError(f"{model}: {text!r} is not one token; expected Qwen's tokenizer")
-        found += ids
-    return tuple(found)
+        all_ids += ids
+    return tuple(all_ids)
 
 
 def read_config(
@@ -162,13 +162,13 @@ def find_places(config: Vla0Config) -> tuple[TensorPlace, ...]:
     ]
     places.append(TensorPlace(f"{_LAYERS}embed_tokens.weight", table, "embed_tokens.weight"))
     for index in range(llm.num_layers):
-        for one in layer_places(llm):
-            name, ours = f"{_LAYERS}layers.{index}.{one.name}", f"decoder.layers.{index}"
-            weight = f"{ours}.{one.parameter}.weight"
-            places.append(replace(one, name=f"{name}.weight", parameter=weight))
-            if one.name in _BIASED:
-                bias = f"{ours}.{one.parameter}.bias"
-                places.append(TensorPlace(f"{name}.bias", one.shape[:1], bias, one.first_row))
+        for place in layer_places(llm):
+            name, ours = f"{_LAYERS}layers.{index}.{place.name}", f"decoder.layers.{index}"
+            weight = f"{ours}.{place.parameter}.weight"
+            places.append(replace(place, name=f"{name}.weight", parameter=weight))
+            if place.name in _BIASED:
+                bias = f"{ours}.{place.parameter}.bias"
+                places.append(TensorPlace(f"{name}.bias", place.shape[:1], bias, place.first_row))
     places.append(TensorPlace(f"{_LAYERS}norm.weight", (llm.width,), "decoder.norm.weight"))
     head = None if config.is_tied else "decoder.head.weight"
     return (*places, TensorPlace(HEAD, table, head))

@@ -19,7 +19,7 @@ _NUMBERS = ("f4", "f8", "i4", "i8")
 
 
 class _Dtype:
-    """Stands for a type of numbers."""
+    """Replaces a type of numbers."""
 
     def __init__(self, code: object, *_: object) -> None:
         if code not in _NUMBERS:
@@ -32,7 +32,7 @@ class _Dtype:
 
 
 class _Array:
-    """Stands for an array whose content follows, and for a single number, which is not read."""
+    """Replaces an array whose content follows, and a single number, which is not read."""
 
     values: NDArray[Any] = np.empty(0)
 
@@ -64,7 +64,7 @@ def read_arrays(path: Path, key: str) -> dict[str, NDArray[Any]]:
             content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
             raise pickle.UnpicklingError(f"it is larger than {_MOST_BYTES} bytes")
-        found = _Reader(BytesIO(content)).load().get(key, {})
-        return {name: one.values for name, one in found.items() if isinstance(one, _Array)}
+        arrays = _Reader(BytesIO(content)).load().get(key, {})
+        return {name: array.values for name, array in arrays.items() if isinstance(array, _Array)}
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read as numbers: {error}") from error

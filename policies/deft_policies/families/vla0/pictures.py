@@ -24,7 +24,7 @@ _STD = torch.tensor((0.26862954, 0.26130258, 0.27577711))
 
 def make_pictures(cameras: Sequence[Image], run: RunFolder) -> list[NDArray[np.uint8]]:
     """What the processor is given of a frame: one picture, or one of each camera."""
-    views = [_view(one, run) for one in cameras]
+    views = [_view(camera, run) for camera in cameras]
     if run.is_tiled:
         views = [torch.cat(views, dim=1)]
     # Cut, not rounded.
@@ -48,7 +48,7 @@ def _view(image: Image, run: RunFolder) -> Tensor:
 def to_patches(pictures: Tensor) -> Tensor:
     """Of bytes [picture, row, column, channel] normalised patches [picture, patch, number].
 
-    A patch has channel * frame * 14 * 14 numbers; four of a merged place stand together.
+    A patch has channel * frame * 14 * 14 numbers; four of a merged place lie together.
     """
     rows, columns = (side // (PATCH * MERGE) for side in pictures.shape[1:3])
     pixels = pictures.permute(0, 3, 1, 2).float()  # [picture, channel, row, column]
@@ -65,5 +65,5 @@ def to_patches(pictures: Tensor) -> Tensor:
 def _normalization(device: torch.device) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of bytes, [channel, 1, 1]."""
     with torch.inference_mode(False):
-        mean, std = ((255 * one)[:, None, None].to(device) for one in (_MEAN, _STD))
+        mean, std = ((255 * channels)[:, None, None].to(device) for channels in (_MEAN, _STD))
         return mean, std

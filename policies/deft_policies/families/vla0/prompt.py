@@ -1,4 +1,4 @@
-"""The prompt, word for word, and where its tokens stand."""
+"""The prompt, word for word, and the positions of its tokens."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -40,7 +40,7 @@ def prompt_text(run: RunFolder, instruction: str) -> str:
 def encode_prompt(tokenizer: Tokenizer, run: RunFolder, instruction: str) -> list[int]:
     """Ids of the whole prompt; an instruction cannot write a picture."""
     if IMAGE_PAD in instruction:
-        raise RequestError("instruction", f"holds {IMAGE_PAD}, which stands for a picture")
+        raise RequestError("instruction", f"holds {IMAGE_PAD}, which marks a picture")
     rows, columns = run.grid
     pads = IMAGE_PAD * (rows * columns // MERGE**2)
     text = prompt_text(run, instruction).replace(IMAGE_PAD, pads)
@@ -51,8 +51,8 @@ def encode_prompt(tokenizer: Tokenizer, run: RunFolder, instruction: str) -> lis
 def mrope_positions(ids: Sequence[int], pad: int, grid: tuple[int, int]) -> Tensor:
     """Time, row and column of every token [3, token].
 
-    Text counts up in all three. The tokens of a picture stand at their row and column behind its
-    beginning, and the text after it goes on behind the longer side.
+    Text counts up in all three. The tokens of a picture have their row and column as positions,
+    counted from its beginning, and the text after it goes on behind the longer side.
     """
     sides = [side // MERGE for side in grid]
     picture = torch.cartesian_prod(torch.arange(1), *map(torch.arange, sides)).T

@@ -41,7 +41,7 @@ class RunFolder:
     num_steps: int
     action_dim: int
     num_bins: int
-    names_pictures: bool  # `add_vision_id`: `Picture 1: ` stands before a picture
+    names_pictures: bool  # `add_vision_id`: `Picture 1: ` comes before a picture
     lowest: NDArray[Any]  # [action_dim], float64 or float32: actions are computed in it
     highest: NDArray[Any]
     repetition_penalty: float

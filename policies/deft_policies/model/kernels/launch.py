@@ -95,8 +95,8 @@ class FusedKernels:
         tokens, width = hidden.shape
         out = torch.empty_like(hidden)
         block = triton.next_power_of_2(width)
-        given = (hidden, weight, out, width, eps)
-        self.launch(programs.rms_norm, (tokens,), given, {"BLOCK": block})
+        arguments = (hidden, weight, out, width, eps)
+        self.launch(programs.rms_norm, (tokens,), arguments, {"BLOCK": block})
         return out
 
     def add_layer_norm(
@@ -106,9 +106,9 @@ class FusedKernels:
         width = residual.shape[-1]
         total, out = torch.empty_like(residual), torch.empty_like(residual)
         factors = residual if scale is None else scale
-        given = (residual, branch, factors, norm.weight, norm.bias, total, out, width, norm.eps)
+        arguments = (residual, branch, factors, norm.weight, norm.bias, total, out, width, norm.eps)
         constants = {"HAS_SCALE": scale is not None, "BLOCK": triton.next_power_of_2(width)}
-        self.launch(programs.add_layer_norm, (residual.numel() // width,), given, constants)
+        self.launch(programs.add_layer_norm, (residual.numel() // width,), arguments, constants)
         return total, out
 
     def silu_times(self, gate_up: Tensor) -> Tensor:
@@ -133,12 +133,12 @@ class FusedKernels:
         `slots` are flat indices into its rows.
         """
         cos, sin = rotation
-        every = heads.num_heads + 2 * heads.num_kv_heads
-        grid = (fused.shape[0], triton.cdiv(every, _HEADS))
-        given = (fused, cos, sin, cache, slots, cos.stride(0))
+        num_heads = heads.num_heads + 2 * heads.num_kv_heads
+        grid = (fused.shape[0], triton.cdiv(num_heads, _HEADS))
+        arguments = (fused, cos, sin, cache, slots, cos.stride(0))
         half = triton.next_power_of_2(heads.head_dim // 2)
         constants = {**_constants(heads), "HEADS": _HEADS, "HALF": half}
-        self.launch(programs.rotate_append, grid, given, constants)
+        self.launch(programs.rotate_append, grid, arguments, constants)
 
     def multiplies(self, weight: Tensor) -> bool:
         """Whether `product` takes a weight; PyTorch's own is faster in float32."""
@@ -164,8 +164,8 @@ class FusedKernels:
         num_out, num_in = matrix.weight.shape
         out = like.new_empty(num_out, num_in)
         grid = (num_out, triton.cdiv(num_in, _COLUMNS))
-        given = (matrix.weight, matrix.scales, out, num_in)
-        self.launch(programs.widen, grid, given, {"BLOCK": _COLUMNS})
+        arguments = (matrix.weight, matrix.scales, out, num_in)
+        self.launch(programs.widen, grid, arguments, {"BLOCK": _COLUMNS})
         return out
 
     def _agrees(self, matrix: Matrix, out: Tensor, residual: Tensor | None) -> bool:
@@ -192,15 +192,15 @@ class FusedKernels:
         self, rows: Tensor, matrix: Matrix, out: Tensor, residual: Tensor | None
     ) -> Tensor:
         (num_rows, num_in), num_out = rows.shape, len(matrix.weight)
-        tiles = next((one for one in TILES if num_rows <= one.rows), TILES[-1])
+        tiles = next((shape for shape in TILES if num_rows <= shape.rows), TILES[-1])
         grid = (triton.cdiv(num_rows, tiles.rows), triton.cdiv(num_out, tiles.columns))
-        given = (rows, matrix.weight, *_given(matrix), out, out, num_rows, num_in, num_out)
+        arguments = (rows, matrix.weight, *_given(matrix), out, out, num_rows, num_in, num_out)
         constants = {
             **_cut(tiles, matrix),
             "HAS_BIAS": matrix.bias is not None,
             "HAS_RESIDUAL": residual is not None,
         }
-        self.launch(programs.product, grid, given, constants)
+        self.launch(programs.product, grid, arguments, constants)
         return out
 
     def open(self, rows: Tensor, gate_up: Matrix) -> Tensor:
@@ -211,8 +211,8 @@ class FusedKernels:
         out = rows.new_empty(num_rows, width)
         grid = (1, triton.cdiv(width, _PAIRS.columns // 2))
         scales = _given(gate_up)[0]
-        given = (rows.contiguous(), gate_up.weight, scales, out, num_rows, num_in, width)
-        self.launch(programs.product_silu, grid, given, _cut(_PAIRS, gate_up))
+        arguments = (rows.contiguous(), gate_up.weight, scales, out, num_rows, num_in, width)
+        self.launch(programs.product_silu, grid, arguments, _cut(_PAIRS, gate_up))
         return out
 
     def project(
@@ -234,18 +234,18 @@ class FusedKernels:
             return fused
         (cos, sin), (num_rows, num_in) = rotation, rows.shape
         fused = rows.new_empty(num_rows, len(qkv.weight))
-        given = (
+        arguments = (
             *(rows.contiguous(), qkv.weight, *_given(qkv), cos, sin, fused, cache, slots),
             *(num_rows, num_in, cos.stride(0)),
         )
-        every = heads.num_heads + 2 * heads.num_kv_heads
-        grid = (1, every * triton.cdiv(heads.head_dim // 2, _PAIRS.columns // 2))
+        num_heads = heads.num_heads + 2 * heads.num_kv_heads
+        grid = (1, num_heads * triton.cdiv(heads.head_dim // 2, _PAIRS.columns // 2))
         constants = {
             **_constants(heads),
             **_cut(_PAIRS, qkv),
             "HAS_BIAS": qkv.bias is not None,
         }
-        self.launch(programs.product_rotated, grid, given, constants)
+        self.launch(programs.product_rotated, grid, arguments, constants)
         return fused
 
     def attend(
@@ -292,8 +292,8 @@ class FusedKernels:
         }
         grid = (num_rows, blocks, splits)
         counts = _counts(fused.device)
-        given = (fused, cache, numbers, partial, totals, tops, counts, out, *scalars)
-        self.launch(programs.attend, grid, given, constants)
+        arguments = (fused, cache, numbers, partial, totals, tops, counts, out, *scalars)
+        self.launch(programs.attend, grid, arguments, constants)
         return out
 
 

@@ -165,8 +165,8 @@ def attend(
     A token has the same bits whatever else is in the pass, and wherever its ancestors lie. Slots
     before its border hold the same tokens whenever it is computed: they are read in chunks, each
     relative to a power of two of its own. Those from the border on are summed in float64, so that
-    their order means nothing, and come last. These parts are added in order, whoever finds them:
-    with splits, the last program to end.
+    their order means nothing, and come last. These parts are added in order, whichever block
+    computes them: with splits, the last program to end.
     """
     row = tl.program_id(0)
     # Blocks of queries with more before them come first: they take longest.
@@ -194,7 +194,7 @@ def attend(
     depth = tl.load(header + _NUM_HEADER + width + node).to(tl.int32)
     source = (token.to(tl.int64) * every + head) * HEAD_DIM
     queries = tl.load(fused + source[:, None] + columns[None, :], mask=both, other=0.0)
-    # All slots before `open` are seen, and none from `end` on. Without a prompt nobody asks.
+    # All slots before `open` are seen, and none from `end` on. Without a prompt `open` is not read.
     is_query = is_query & (num_prompt > 0)
     in_front = place < two_way
     open = tl.where(is_node, root + 1, tl.where(in_front, two_way, place + 1))
@@ -316,9 +316,9 @@ def _store_part(
 @triton.jit
 def _store_mixed(out, entry, columns, both, mixed, total, HEAD_DIM):
     """Weighted values over the sum of weights; zeros where nothing was seen."""
-    found = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+    mean = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
     here = entry.to(tl.int64)[:, None] * HEAD_DIM + columns[None, :]
-    tl.store(out + here, found.to(out.dtype.element_ty), mask=both)
+    tl.store(out + here, mean.to(out.dtype.element_ty), mask=both)
 
 
 @triton.jit
