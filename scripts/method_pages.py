@@ -15,8 +15,8 @@ from types import ModuleType
 from deft_policies.decoding.acceptance.rule import AcceptanceRule
 from deft_policies.decoding.methods import AUTOREGRESSIVE, find_method
 from deft_policies.decoding.plan import (
+    ACTION_PLANS,
     NUMBER_PLANS,
-    OUR_PLANS,
     PLAIN,
     PLANS,
     TEXT_PLANS,
@@ -117,7 +117,7 @@ def table_of_rules(modules: Mapping[str, ModuleType]) -> str:
 def table_of_plans() -> str:
     """What the plans that no method brings guess, and when."""
     lines = ["| plan | what is guessed when |", "|---|---|"]
-    plans = (PLAIN, *OUR_PLANS, *TEXT_PLANS, *NUMBER_PLANS)
+    plans = (PLAIN, *ACTION_PLANS, *TEXT_PLANS, *NUMBER_PLANS)
     lines += [f"| `{one.name}` | {one.meaning} |" for one in plans]
     return "\n" + "\n".join(lines) + "\n\n"
 

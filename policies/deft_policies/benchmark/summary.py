@@ -15,7 +15,7 @@ from deft_core.measures.statistics import Percentiles, percentiles
 from deft_core.types import ActOptions, DecodeTrace
 from deft_policies.benchmark.replay import Contender, Replay, ReplayFrame
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
-from deft_policies.decoding.plan import NUMBER_PLANS, OUR_PLANS, PLAIN, TEXT_PLANS, Plan
+from deft_policies.decoding.plan import ACTION_PLANS, NUMBER_PLANS, PLAIN, TEXT_PLANS, Plan
 from deft_policies.families.policy import VlaPolicy
 
 # Stage names as users know them, and their fields.
@@ -139,7 +139,7 @@ def _plans_of(contender: Contender) -> dict[str, Plan]:
     if contender.decoding is None or not isinstance(policy, VlaPolicy):
         return {}
     method = policy.method_for(ActOptions(decoding=contender.decoding, radius=contender.radius))
-    all_plans = (*OUR_PLANS, *TEXT_PLANS, *NUMBER_PLANS, PLAIN, *method.plans)
+    all_plans = (*ACTION_PLANS, *TEXT_PLANS, *NUMBER_PLANS, PLAIN, *method.plans)
     return {plan.name: plan for plan in all_plans}
 
 

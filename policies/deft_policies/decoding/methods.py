@@ -19,12 +19,12 @@ from deft_policies.decoding import kinds
 from deft_policies.decoding.acceptance.rule import AcceptanceRule, ChoosingRule, ExactMatch
 from deft_policies.decoding.knobs import read_switch, read_value
 from deft_policies.decoding.plan import (
+    ACTION_PLANS,
+    DEFAULT_PLANS,
     NUMBER_PLANS,
-    OUR_PLANS,
     PLAIN,
     PLANS,
     TEXT_PLANS,
-    UNNAMED,
     Plan,
     TreeShape,
     read_tree,
@@ -223,10 +223,10 @@ def _find_plans(name: str) -> tuple[Plan, ...]:
 def _with_plan(method: Method, name: str) -> Method:
     """With one of the method's own plans and no other, whatever it costs.
 
-    A method that names no plans may have any of ours, those of texts included.
+    A method that names no plans may have any default plan, those of texts included.
     """
     of_texts = (*TEXT_PLANS, *NUMBER_PLANS)
-    ours = (*OUR_PLANS, *of_texts) if method.plans in UNNAMED else method.plans
+    ours = (*ACTION_PLANS, *of_texts) if method.plans in DEFAULT_PLANS else method.plans
     plans = tuple(dict.fromkeys((*method.plans, *ours, PLAIN)))
     chosen = next((plan for plan in plans if plan.name == name), None)
     if chosen is None:

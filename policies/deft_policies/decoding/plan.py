@@ -57,7 +57,7 @@ class TreeShape:
 
     @staticmethod
     def chain(levels: int) -> "TreeShape":
-        """One branch."""
+        """A chain: one branch."""
         return TreeShape(levels, 1, levels)
 
     @staticmethod
@@ -188,27 +188,27 @@ def plan(name: str, prefill: str, rounds: str, shape: TreeShape | None = None) -
     return Plan(name, before, later, shape or TreeShape())
 
 
-_HOLD = plan("memory", "previous", "previous")
-OUR_PLANS = (
+_MEMORY = plan("memory", "previous", "previous")
+# Of actions. A guard chooses among them; without one it is the first whose sources are loaded.
+ACTION_PLANS = (
     plan("memory+tree", "previous", "head"),
     plan("memory+branches", "previous", "head", TreeShape(3, 2, 8)),
     plan("memory+chain", "previous", "head", TreeShape.chain(5)),
-    _HOLD,
+    _MEMORY,
     plan("memory-once", "previous", ""),  # in the prefill, where a guess costs next to nothing
     plan("memory+recycled", "previous", "previous+recycled"),
     plan("head-chain", "", "head", TreeShape.chain(5)),
 )
-# Of relaxed methods, which have one plan whatever it costs: their answers depend on it.
+# Of relaxed methods whose answers must not depend on what is loaded: one plan, without a head.
 STEADY_PLANS = (plan("memory+recycled", "previous", "previous+recycled"),)
-# Plans of those who name none; a text is then drafted in other ways than an action.
-UNNAMED = (OUR_PLANS, STEADY_PLANS)
+# A method with one of these has TEXT_PLANS for texts, and NUMBER_PLANS for numbers as text.
+DEFAULT_PLANS = (ACTION_PLANS, STEADY_PLANS)
 TEXT_PLANS = (plan("previous-answer", "previous-answer", "previous-answer"),)
 NUMBER_PLANS = (plan("previous-numbers", "previous-numbers", "previous-numbers"),)
-# By the name that `plans=` takes, beside those of method files; of each the first whose sources are
-# there, or a guard chooses.
+# By the name that the knob `plans=` takes. Method files add their own.
 PLANS = {
     "none": (PLAIN,),
-    "ours": OUR_PLANS,
+    "ours": ACTION_PLANS,
     "steady": STEADY_PLANS,
 }
 

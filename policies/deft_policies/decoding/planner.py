@@ -19,10 +19,10 @@ from deft_policies.decoding.drafts.small_model import SmallModelDrafts
 from deft_policies.decoding.guard import Choice, Guard, Price
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import (
+    DEFAULT_PLANS,
     NUMBER_PLANS,
     PLAIN,
     TEXT_PLANS,
-    UNNAMED,
     KeyMask,
     Plan,
     RopeOffset,
@@ -156,9 +156,9 @@ class Planner:
                 source.begin(sequence)
 
     def plans_for(self, method: Method, spec: AnswerSpec) -> tuple[Plan, ...]:
-        """Where a method names no plans, text is drafted in other ways than actions."""
+        """A method's plans for such an answer; default plans depend on the kind of answer."""
         plans = self.plans(method)
-        if spec.is_action or method.plans not in UNNAMED:
+        if spec.is_action or method.plans not in DEFAULT_PLANS:
             return plans
         return NUMBER_PLANS if spec.numbers_in_row else TEXT_PLANS
 

@@ -1,24 +1,28 @@
 """Block (DFlash and DSpark, 2026): a small network drafts several tokens in one pass.
 
-Let h be the target's hidden states behind some layers, side by side, at every committed position,
-and a the last committed token, whose states are not known yet. A backbone of one to three layers
-reads fused h and a block of places: a, then the same learned vector at each further place. Its
-places see each other and all of h. Place k gives logits for the k-th token behind a, by the
-target's own head, plus
+In the papers' letters: h are the target's hidden states behind some layers, side by side, at every
+committed position, and a is the last committed token, whose states are not known yet. A backbone of
+one to three layers reads fused h and a block of places: the embedding of a, then the same learned
+vector at each further place. Places see each other and all of h. Place k gives logits for the k-th
+token behind a: those of the target's own head, plus
 
-    W2 W1[token at the place before]
+    W2 W1[token before]
 
-so that a place knows what was drafted before it. Drafting so costs one pass, however many tokens.
+a low-rank bias (Markov head) by the token drafted just before it. Drafting so costs one pass,
+however many tokens. A draft is accepted where it is the target's own token.
 
-A confidence head says how likely a draft is accepted where all before it are. A chain of an exact
-method is verified as far as the product of these is at least 0.2. A relaxed method verifies all
-that was drafted, because its answers depend on it.
+Drafts: `block` drafts a chain, `block-tree` a tree over the places of one block. A confidence head
+estimates how likely each draft is accepted if all before it are. An exact method verifies a chain
+as far as the product of these estimates is at least 0.2; a relaxed method verifies all of it,
+because its answers depend on it. Any rule takes the head's drafts with `drafts=block`:
+`within-bins:radius=9,drafts=block,tree=chain+7`.
 
-`deft train fit --set kind=block` makes a head, of any family (docs/training.md). `block` drafts a
-chain, `block-tree` a tree over the places of one block. Any rule takes the head's drafts with
-`drafts=block`: `within-bins:radius=9,drafts=block,tree=chain+7`.
+`deft train fit --set kind=block` makes a head, for any family (docs/training.md).
 
-Left out: gated and recurrent Markov heads, and prices of widths: verified is what is likely enough.
+Left out: gated and recurrent Markov heads, and widths by price: DSpark verifies the drafts that
+commit most tokens in a millisecond, here the threshold above decides. DSpark's published drafters
+are not read: they belong to text models (Qwen3), none of which is a decoder here, and begin further
+places with the embedding of a mask token where this head has a vector of its own.
 
 Numbers: none: no block head ships.
 """

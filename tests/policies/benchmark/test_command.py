@@ -56,7 +56,7 @@ from deft_policies.benchmark.transformers_loops import (
 )
 from deft_policies.constant import ConstantPolicy
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
-from deft_policies.decoding.plan import NUMBER_PLANS, OUR_PLANS, PLAIN, TEXT_PLANS
+from deft_policies.decoding.plan import ACTION_PLANS, NUMBER_PLANS, PLAIN, TEXT_PLANS
 from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
@@ -181,7 +181,7 @@ def test_an_interrupted_bench_keeps_the_frames_that_all_have_answered() -> None:
 
 
 def test_plans_are_named_with_how_often_and_what_they_are() -> None:
-    meanings = {plan.name: plan.meaning for plan in (*OUR_PLANS, PLAIN)}
+    meanings = {plan.name: plan.meaning for plan in (*ACTION_PLANS, PLAIN)}
     assert meanings["memory-once"] == "prefill: the last action; later passes: nothing"
     assert meanings["memory"] == "every pass: the last action"
     assert meanings["head-chain"] == (
@@ -201,7 +201,7 @@ def test_plans_are_named_with_how_often_and_what_they_are() -> None:
 
 def test_the_page_about_plans_says_what_the_table_says() -> None:
     page = Path("docs/guard.md").read_text()
-    for plan in (*OUR_PLANS, *TEXT_PLANS, *NUMBER_PLANS, PLAIN):
+    for plan in (*ACTION_PLANS, *TEXT_PLANS, *NUMBER_PLANS, PLAIN):
         assert f"| `{plan.name}` | {plan.meaning} |\n" in page
 
 
