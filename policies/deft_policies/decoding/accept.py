@@ -46,10 +46,10 @@ def accept(sequence: Sequence, tree: DraftTree, result: PassResult) -> tuple[Pat
 
 
 def _longest_equal(sequence: Sequence, tree: DraftTree, predictions: list[int]) -> int:
-    """The deepest node whose whole path is what the target says."""
+    """The deepest node whose path has the target's own tokens alone."""
     tokens, parents, spec = tree.tokens, tree.parents, sequence.spec
     room, best = sequence.num_missing, tree.root
-    equal_depths = [-1] * tree.num_nodes  # below the root, of equal paths; -1 of all others
+    equal_depths = [-1] * tree.num_nodes  # depth below the root of each equal path; -1: not equal
     equal_depths[tree.root] = 0
     for node in range(tree.root + 1, tree.num_nodes):
         parent, token = parents[node], tokens[node]
@@ -84,23 +84,22 @@ def may_end(rule: AcceptanceRule, judged: JudgedTree) -> list[bool]:
 
 
 def _judge_nodes(rule: AcceptanceRule, judged: JudgedTree) -> list[bool]:
-    """Which guesses are equal or accepted. Below one that is not the answer means nothing."""
+    """Whether each node is the target's own or accepted. Below a rejected one it means nothing."""
     tree, places = judged.tree, _places(judged)
-    fine = [True] * (tree.root + 1)
-    paths: list[list[Guess]] = [[] for _ in fine]
+    accepted = [True] * (tree.root + 1)
+    paths: list[list[Guess]] = [[] for _ in accepted]
     for node in range(tree.root + 1, tree.num_nodes):
         above = tree.parents[node]
         guess = tree.tokens[node], judged.expected[node], places[node]
         path = [*paths[above], guess]
         paths.append(path)
-        fine.append(
-            judged.is_equal[node]
-            or (fine[above] and judged.is_relaxable[node] and _accepts(rule, judged, node, path))
-        )
-    return fine
+        is_asked = accepted[above] and judged.is_relaxable[node]
+        accepted.append(judged.is_equal[node] or (is_asked and _accepts(rule, judged, node, path)))
+    return accepted
 
 
 def _accepts(rule: AcceptanceRule, judged: JudgedTree, node: int, path: list[Guess]) -> bool:
+    """What the rule says of a guess that differs from the target's token."""
     if isinstance(rule, LocalRule):
         return rule.accepts(*path[-1])
     if isinstance(rule, PathRule):

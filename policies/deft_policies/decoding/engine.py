@@ -1,11 +1,13 @@
 """The engine: a pool of slots, and rounds of one target pass for answers of any methods.
 
-`start` has sequences wait. `step` runs a round for the active ones and another for the prefill of
-new ones, and returns the finished; `cancel` removes one between two rounds. Plain decoding is the
-same round with trees that are only a root. The host owns every answer (`Sequence`); the device
-holds weights, keys and values, by slot. Every answer is a row of the pass, whatever its method; on
-a GPU narrow and wide trees take a captured pass each. Drafts are accepted answer by answer
-(`accept`).
+`start` queues sequences. `step` runs one round for the active ones and one for the prefill of new
+ones, and returns the finished; `cancel` removes one between two rounds. A round (`_round`) drafts a
+tree for each answer, scores all trees in one pass of the target, accepts a path of each tree
+(`accept`), and commits it. Plain decoding is the same round with trees that are only a root.
+
+The host owns every answer (`Sequence`); the device holds weights, keys and values, by slot. Every
+answer is one row of the pass, whatever its method. On a GPU narrow and wide trees take a captured
+pass each (`captured`).
 """
 
 from collections.abc import Collection
@@ -28,7 +30,7 @@ from deft_policies.decoding.tree import DraftTree, merge
 from deft_policies.errors import NotFiniteError, PolicyError
 from deft_policies.model.kv_cache import Move
 
-MOST_AHEAD = 2  # passes that the host has not read, of answers that draft nothing
+MOST_AHEAD = 2  # passes of plain decoding that are launched before the host has read them
 
 
 @dataclass
@@ -36,11 +38,9 @@ class _Pass:
     """One pass of the target for some answers, until it is committed. Lists are [answer]."""
 
     sequences: list[Sequence]
-    trees: list[DraftTree]
-    rows: list[PassRow]
+    rows: list[PassRow]  # each has its tree
     scores: Scores
     reading: Reading
-    is_prefill: bool
     spans: list[Span]
 
 
@@ -48,10 +48,12 @@ class _Pass:
 class _Accepted:
     """What one answer of a pass commits."""
 
-    index: int  # of the answer in its pass
+    sequence: Sequence
+    row: PassRow
+    nodes: slice  # of its tree in the pass's scores
     result: PassResult
     path: list[int]  # nodes from node 0 on
-    bonus: int
+    bonus: int  # the target's token behind the path
 
 
 class Engine:
@@ -74,8 +76,8 @@ class Engine:
         self.cache = target.new_cache()
         self.captured = target.set_aside(self.cache, widest, longest_answer + 1)
         self.planner = Planner(target, models, widest)
-        self.sequences: list[Sequence] = []  # active: they have had their prefill; by slot
-        self._waiting: list[Sequence] = []  # for their prefill
+        self.sequences: list[Sequence] = []  # active: their prefill has run; ordered by slot
+        self._waiting: list[Sequence] = []  # their prefill has not run
         self._unread: list[_Pass] = []  # passes that the host has not read, the oldest first
 
     @property
@@ -86,10 +88,10 @@ class Engine:
     def start(
         self, prompts: Items[Prompt], sequences: Items[Sequence], plan: Plan | None = None
     ) -> None:
-        """Have answers wait for their prefill, a prompt each; `step` decodes them.
+        """Queue answers, with a prompt each; `step` decodes them.
 
-        Raises `RequestError` for what cannot be done; where one cannot begin none does. No two may
-        share a memory. A `plan` is for measurements: else the method or its guard names it.
+        Raises `RequestError`, and queues none, if one of them cannot be decoded. No two may share a
+        memory. A `plan` is for measurements; otherwise the method or its guard chooses it.
         """
         for sequence in sequences:
             self.planner.check(sequence)
@@ -100,8 +102,8 @@ class Engine:
     def step(self, clock: StageClock, only: Collection[Sequence] = ()) -> list[Sequence]:
         """Run one round for active sequences, and a prefill for new ones; return the finished.
 
-        Finished sequences have their trace and memory set; one that is not `is_finite` has no valid
-        answer. Where `only` names some, the others wait for a later round.
+        Finished sequences have trace and memory set; one that is not `is_finite` has no valid
+        answer. If `only` is not empty, other sequences wait for a later round.
         """
         active = [sequence for sequence in self.sequences if not only or sequence in only]
         finished = self._round(active, clock) if active else []
@@ -113,7 +115,8 @@ class Engine:
     def _round(self, active: list[Sequence], clock: StageClock) -> list[Sequence]:
         """Draft, verify, accept, commit, with one pass of the target for all; return the finished.
 
-        A prefill is the same, with the prompts before the trees.
+        A prefill is the same, with the prompts before the trees. Plain decoding on a GPU leaves its
+        pass unread and launches the next one.
         """
         clock.pop_spans()  # time before this round, as of the vision towers, is no pass's
         is_ahead = self._may_run_ahead(active)
@@ -133,7 +136,7 @@ class Engine:
         return [sequence for sequence in active if sequence.is_done]
 
     def _draft(self, active: list[Sequence]) -> list[DraftTree]:
-        """A tree for every answer, of all that its sources guess. Each source is asked once."""
+        """One tree for every answer, of the guesses of all its sources. A source is called once."""
         by_source: dict[DraftSource, list[Sequence]] = {}
         for sequence in active:
             for source in _sources_of(sequence):
@@ -156,43 +159,45 @@ class Engine:
         ]
 
     def _verify(self, active: list[Sequence], trees: list[DraftTree], clock: StageClock) -> _Pass:
-        """The one pass of the target: score every node of every tree, and begin to read it."""
-        rows = [self._pass_row(*both) for both in zip(active, trees, strict=True)]
+        """Score every node of every tree in one pass of the target, and begin to read scores."""
+        rows = list(map(self._pass_row, active, trees))
         is_prefill = rows[0].prompt is not None
         scores = self.target.forward(self.cache, rows)
         clock.record(Stage.PREFILL if is_prefill else Stage.VERIFY)
         self._show_prompts(active, rows, scores)
         reading = Reading(active, trees, scores)
-        return _Pass(active, trees, rows, scores, reading, is_prefill, clock.pop_spans())
+        return _Pass(active, rows, scores, reading, clock.pop_spans())
 
     def _accept(self, this_pass: _Pass) -> list[_Accepted]:
-        """Read a pass, and choose a path of every tree whose answer has not been released since."""
+        """Read a pass, and choose a path of each tree. Answers cancelled since are left out."""
         accepted = []
         results = this_pass.reading.finish()
-        columns = zip(this_pass.sequences, this_pass.trees, results, strict=True)
-        for index, (sequence, tree, result) in enumerate(columns):
+        columns = zip(this_pass.sequences, this_pass.rows, results, strict=True)
+        for index, (sequence, row, result) in enumerate(columns):
             if sequence.slot < 0:
                 continue
-            if tree.tokens == [UNREAD]:  # made while the last token was unread; now it is read
+            tree = row.tree
+            if tree.tokens == [UNREAD]:  # the root was not read when this pass was launched
                 tree.tokens = sequence.tokens[-1:]
-            accepted.append(_Accepted(index, result, *_accept_or_fail(sequence, tree, result)))
+            nodes = this_pass.scores.nodes(index, tree)
+            path, bonus = _accept_or_fail(sequence, tree, result)
+            accepted.append(_Accepted(sequence, row, nodes, result, path, bonus))
         return accepted
 
     def _commit(self, this_pass: _Pass, accepted: list[_Accepted]) -> None:
         """Commit the tokens of the accepted paths, and keep their nodes in the cache."""
         moves: list[Move] = []
-        scores, spans, is_prefill = this_pass.scores, this_pass.spans, this_pass.is_prefill
         for choice in accepted:
-            sequence, tree = this_pass.sequences[choice.index], this_pass.trees[choice.index]
-            path, bonus, result = choice.path, choice.bonus, choice.result
-            record = PassRecord(is_prefill, tree, result.predictions, path, bonus, spans)
+            sequence, row, tree = choice.sequence, choice.row, choice.row.tree
+            result, path, bonus = choice.result, choice.path, choice.bonus
+            is_prefill, predictions = row.prompt is not None, result.predictions
+            record = PassRecord(is_prefill, tree, predictions, path, bonus, this_pass.spans)
             sequence.commit(tree, path, bonus, result, record)
             if sequence.wants_log_probs:
-                note_log_probs(sequence, tree, scores.logits[scores.nodes(choice.index, tree)])
+                note_log_probs(sequence, tree, this_pass.scores.logits[choice.nodes])
             if sequence.grammar is not None and not sequence.is_done:
                 room = self.planner.widest_of(sequence) - 1  # of the next tree, but for the bonus
                 sequence.extend(sequence.grammar.forced(sequence.tokens), room)
-            row = this_pass.rows[choice.index]
             # Kept nodes lie scattered in the cache; they move next to each other.
             moves += [
                 (row.slot, row.start + node, row.start + at)
@@ -202,11 +207,12 @@ class Engine:
         self.cache.keep(moves)
 
     def _observe(self, this_pass: _Pass) -> None:
-        """Show drafting models what the target computed, of the sequences that go on."""
+        """Give draft heads and models the target's states and logits, for sequences that go on."""
         scores = this_pass.scores
-        for index, sequence in enumerate(this_pass.sequences):
-            prompt = this_pass.rows[index].prompt
-            nodes = scores.nodes(index, this_pass.trees[index])
+        for index, (sequence, row) in enumerate(
+            zip(this_pass.sequences, this_pass.rows, strict=True)
+        ):
+            prompt, nodes = row.prompt, scores.nodes(index, row.tree)
             for source in sequence.round_sources:
                 if not isinstance(source, ModelSource):
                     continue
@@ -225,15 +231,12 @@ class Engine:
         return self.captured is not None and all(map(_needs_no_reading, active))
 
     def _catch_up(self, active: list[Sequence], is_ahead: bool) -> None:
-        """Read and commit all unread passes before one that may not run ahead of them.
-
-        Nor may one run ahead of passes for other answers.
-        """
+        """Read and commit unread passes, unless the next one runs ahead for the same answers."""
         if self._unread and (not is_ahead or self._unread[-1].sequences != active):
             self._read_all_but(0)
 
     def _read_later(self, this_pass: _Pass) -> None:
-        """Leave a pass unread, and read the oldest of more than `MOST_AHEAD`."""
+        """Leave a pass unread. Where more than `MOST_AHEAD` are, read the oldest."""
         for sequence in this_pass.sequences:
             sequence.num_unread += 1
         self._unread.append(this_pass)
@@ -275,12 +278,12 @@ class Engine:
         passes = self.captured
         num_slots = len(in_use) + len(joining) if passes is None else passes.num_slots
         free = [slot for slot in range(num_slots) if slot not in in_use]
-        begun = list(joining[: len(free)])
-        for sequence, slot in zip(begun, free, strict=False):
+        placed = list(joining[: len(free)])
+        for sequence, slot in zip(placed, free, strict=False):
             sequence.slot = slot
             self._waiting.remove(sequence)
-        self.sequences = sorted([*self.sequences, *begun], key=lambda sequence: sequence.slot)
-        return begun
+        self.sequences = sorted([*self.sequences, *placed], key=lambda sequence: sequence.slot)
+        return placed
 
     def cancel(self, sequence: Sequence) -> None:
         """Remove a sequence between two rounds, whether it waits or has begun."""
@@ -302,13 +305,13 @@ class Engine:
         sequence.notes.clear()
 
     def _finish(self, sequence: Sequence) -> Sequence:
-        """Release an answer that has ended, with trace and memory; its guard learns from it.
+        """Release an answer that has ended, and set its trace and memory; its guard learns from it.
 
-        One that a plugin has failed has neither.
+        An answer that a plugin has failed gets neither.
         """
         if sequence.wants_log_probs:
             read_log_probs(sequence)
-        had_history = bool(sequence.past)  # or there was nothing to draft from
+        had_history = bool(sequence.past)  # without one there is nothing to draft from
         self._release(sequence)
         if sequence.error is not None:
             return sequence
@@ -343,7 +346,7 @@ class Engine:
 
 
 def _ask(source: DraftSource, sequences: list[Sequence]) -> list[Guesses]:
-    """The guesses of a source; none where a plugin fails, which fails those that name it."""
+    """The guesses of a source. If a plugin raises, the answers that name it fail, and no others."""
     try:
         return source.draft_all(sequences)
     except PolicyError as error:
@@ -355,7 +358,7 @@ def _ask(source: DraftSource, sequences: list[Sequence]) -> list[Guesses]:
 def _accept_or_fail(
     sequence: Sequence, tree: DraftTree, result: PassResult
 ) -> tuple[list[int], int]:
-    """The path to commit and the bonus; no drafts where a rule fails, which fails its answer."""
+    """The path to commit and the bonus. If a rule raises, its answer fails and keeps no draft."""
     try:
         return accept(sequence, tree, result)
     except PolicyError as error:
@@ -364,14 +367,14 @@ def _accept_or_fail(
 
 
 def _sources_of(sequence: Sequence) -> list[DraftSource]:
-    """What drafts for the next pass of an answer, where a guess can be of use."""
+    """The sources of an answer's next pass; none where no guess can be committed."""
     if sequence.draft_depth <= 0:
         return []
     return sequence.round_sources if sequence.records else sequence.prefill_sources
 
 
 def _pending(sequence: Sequence) -> list[int]:
-    """Committed tokens that are not cached, the root last; of a prefill the prompt's last."""
+    """Committed tokens that are not cached, the root last. A prefill has the prompt's last, too."""
     if not sequence.records:
         assert sequence.prompt is not None
         return [sequence.prompt.last_token, *sequence.tokens]
@@ -379,7 +382,7 @@ def _pending(sequence: Sequence) -> list[int]:
 
 
 def _needs_no_reading(sequence: Sequence) -> bool:
-    """Whether the next pass of an answer can be read later: it drafts nothing, and does not end."""
+    """Whether the next pass of an answer can be read later: nothing is drafted or looked at."""
     is_plain = not sequence.round_sources and sequence.method.temperature == 0.0
     is_watched = sequence.wants_log_probs or sequence.grammar is not None
     goes_on = sequence.spec.is_action and bool(sequence.records) and sequence.num_missing > 0
