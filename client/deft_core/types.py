@@ -173,6 +173,17 @@ class CountedPasses(Sequence[PassTrace]):
 
 
 @dataclass(frozen=True)
+class FastAnswer:
+    """A chunk as a FAST policy wrote it: coefficients over time (a DCT) of normalised actions.
+
+    The first are the lowest frequency of each dimension, then follow the next frequencies.
+    """
+
+    coefficients: tuple[int, ...]  # [frequency * dim]
+    drafted: tuple[bool, ...]  # the same: whether the code it begins in was an accepted draft
+
+
+@dataclass(frozen=True)
 class DecodeTrace:
     """Everything that happened while one action was decoded.
 
@@ -190,6 +201,7 @@ class DecodeTrace:
     rule: str = ""  # the acceptance rule with its numbers; empty where nothing was ever drafted
     plan: str = ""  # which of the method's plans was used; a replay needs it
     parts: tuple[int, ...] = ()  # tokens of each part of a reasoning: see `reasoning.part_costs`
+    fast: FastAnswer | None = None  # of an answer in FAST codes
 
     @property
     def num_passes(self) -> int:

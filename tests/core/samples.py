@@ -11,6 +11,7 @@ from deft_core.types import (
     ActionChunk,
     ActOptions,
     DecodeTrace,
+    FastAnswer,
     Image,
     Intervention,
     LogProbs,
@@ -61,6 +62,7 @@ def full_answer() -> ActionChunk:
         guard="speculation pays",
         rule="ExactMatch()",
         parts=(1, 1),
+        fast=FastAnswer((40, -3), (True, False)),
     )
     actions = np.array([[0.1, -0.2, np.pi], [1e-300, 0.0, 1.0]])
     timings = StageTimings(wire_ms=0.5, total_ms=12.25)

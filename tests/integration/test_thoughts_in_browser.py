@@ -13,6 +13,7 @@ from deft_core.wire.messages import ActMessage
 from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
 from deft_server.app import create_app
+from tests import golden_pi0fast, golden_qwenfast
 from tests.browser import (
     WIDTHS,
     assert_everybody_can_use,
@@ -117,6 +118,32 @@ def test_an_answer_of_numbers_is_shown_by_rows_with_its_drafts_marked(
         assert_fits(page, width)
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+def test_an_answer_in_fast_codes_is_coefficients_and_curves_with_its_drafts_marked(
+    browser: "sync_api.Browser", width: int
+) -> None:
+    frame = golden_pi0fast.case("quantile", 0)
+    policy = load_policy(golden_pi0fast.options_of("quantile", is_guarded=False))
+    with (
+        running(create_app(policy)) as address,
+        opened(browser, f"http://{address}/dashboard", width) as page,
+    ):
+        expect(page.locator("#link")).to_have_text("live")
+        post(address, golden_pi0fast.observation(frame))
+        expect(page.locator("#thought-title")).to_have_text("Answer in FAST codes")
+        expect(page.locator("#thought-fast .cell")).to_have_count(10 * 7)
+        assert page.locator("#thought-fast .drafted").count() == 0
+        assert page.locator("#thought-fast path").count() == 7
+        assert page.locator("#thought-fast circle").count() == 10 * 7
+        assert page.locator("#thought-parts").is_hidden()
+        post(address, golden_pi0fast.observation(frame))  # drafted from the answer before
+        expect(page.locator("#thought-fast .drafted")).not_to_have_count(0)
+        num = page.locator("#thought-fast .drafted").count()
+        expect(page.locator("#thought-cost")).to_contain_text(f"{num} of 70 coefficients drafted")
+        assert_everybody_can_use(page)
+        assert_fits(page, width)
+
+
 def test_a_text_without_an_action_says_so(browser: "sync_api.Browser") -> None:
     with (
         running(create_app(ThinkingPolicy([ENDLESS]))) as address,
@@ -137,3 +164,13 @@ def test_the_playground_shows_the_text(browser: "sync_api.Browser") -> None:
         page.click("#try-send")
         expect(page.locator("#try-reasoning")).to_have_text(FIRST)
         assert page.locator("#try-trees[hidden]").count() == 1
+
+
+def test_the_playground_shows_coefficients(browser: "sync_api.Browser") -> None:
+    policy = load_policy(golden_qwenfast.options_of("nora"))
+    with (
+        running(create_app(policy)) as address,
+        opened(browser, f"http://{address}/dashboard#playground") as page,
+    ):
+        expect(page.locator("#try-fast .cell")).to_have_count(1 * 7)
+        assert page.locator("#try-reasoning").is_hidden()

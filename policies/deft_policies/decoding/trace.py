@@ -51,6 +51,17 @@ class PassRecord:
         )
 
 
+def drafted_tokens(records: Sequence[PassRecord], num_tokens: int) -> list[bool]:
+    """Whether each token of an answer was an accepted draft; what a grammar forced was none.
+
+    Forced tokens are the nodes before the root of the next pass, or the last ones of an answer.
+    """
+    found: list[bool] = []
+    for one in records:
+        found += [False] * one.tree.root + [True] * one.accepted_length + [False]
+    return [*found, *[False] * (num_tokens - len(found))][:num_tokens]
+
+
 class PassTraces(CountedPasses):
     """Passes that are described when they are first looked at; their number is known before.
 

@@ -165,6 +165,10 @@ class TokenModel(Model):
         """An answer as text, and how many tokens each of its parts has; None where it has none."""
         return None
 
+    def coefficients(self, tokens: Sequence[int]) -> list[tuple[int, ...]]:
+        """Of an action in FAST codes, those that begin in each token; empty of other answers."""
+        return []
+
     def decode_begun(self, key: str, tokens: Sequence[int]) -> NDArray[np.float64]:
         """Actions that the beginning of an answer already holds, [step, action_dim]."""
         return np.empty((0, self.statistics[key].action_dim))

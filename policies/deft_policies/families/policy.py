@@ -10,6 +10,7 @@ import torch
 from deft_core.types import (
     ActionChunk,
     ActOptions,
+    FastAnswer,
     Intervention,
     LogProbs,
     Observation,
@@ -31,6 +32,7 @@ from deft_policies.decoding.methods import (
 from deft_policies.decoding.planner import DraftModels
 from deft_policies.decoding.sequence import AnswerSpec, Sequence
 from deft_policies.decoding.target import Prompt
+from deft_policies.decoding.trace import drafted_tokens
 from deft_policies.decoding.warm_up import capture, warm_up
 from deft_policies.errors import (
     NoActionError,
@@ -269,6 +271,8 @@ class VlaPolicy(ModelPolicy):
         try:
             actions = model.decode(running.key, tokens)
             actions = model.for_robot(actions, running.request.observation)
+            if trace is not None and options.want_trace:
+                trace = replace(trace, fast=_fast_answer(model, sequence))
             chunk = ActionChunk(actions, trace=trace)
         except NoActionError as none:
             nothing = np.empty((0, model.statistics[running.key].action_dim))
@@ -330,6 +334,20 @@ def _mark_grammar(chunk: ActionChunk, sequence: Sequence) -> ActionChunk:
     if trace is not None:
         trace = replace(trace, predicted=sequence.spec.name(free))
     return replace(chunk, trace=trace, intervention=Intervention.GRAMMAR)
+
+
+def _fast_answer(model: TokenModel, sequence: Sequence) -> FastAnswer | None:
+    """The coefficients of a valid answer, where it is written in FAST codes."""
+    tokens = sequence.spec.name(sequence.tokens)
+    begun = model.coefficients(tokens)
+    if not begun:
+        return None
+    drafted = drafted_tokens(sequence.records, len(tokens))
+    pairs = [
+        (one, is_drafted) for some, is_drafted in zip(begun, drafted, strict=True) for one in some
+    ]
+    values, marks = zip(*pairs, strict=True)
+    return FastAnswer(values, marks)
 
 
 def _log_probs(sequence: Sequence) -> LogProbs:

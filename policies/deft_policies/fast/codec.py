@@ -73,6 +73,12 @@ class FastCodec:
             ) from None
         return [ord(character) + self.min_token for character in text]
 
+    def begun(self, codes: Sequence[int | None]) -> list[tuple[int, ...]]:
+        """The coefficients that begin in each code; in None, which is no code, begins none."""
+        found = iter(self.coefficients([one for one in codes if one is not None]))
+        pieces = [b"" if one is None else self.pieces[one] for one in codes]
+        return [tuple(next(found) for byte in piece if not _goes_on(byte)) for piece in pieces]
+
     def decode(self, codes: Sequence[int], num_steps: int, dim: int) -> NDArray[np.float64]:
         """Normalised actions [step, dim]; `NoActionError` for any other number of coefficients."""
         coefficients = self.coefficients(codes)
@@ -90,6 +96,11 @@ class FastCodec:
         frequencies = np.array(coefficients, np.float64).reshape(num_steps, dim) / self.scale
         actions: NDArray[np.float64] = cosines(num_steps).T @ frequencies
         return actions
+
+
+def _goes_on(byte: int) -> bool:
+    """Whether a byte of UTF-8 goes on with a character that is begun already."""
+    return byte & 0b1100_0000 == 0b1000_0000
 
 
 def to_coefficients(actions: NDArray[np.floating], scale: float) -> list[int]:

@@ -12,6 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
+import numpy as np
+from numpy.typing import NDArray
+
 from deft_core.types import ActionChunk, DecodeTrace, Image, Observation
 from deft_policies.errors import NoActionError
 from deft_server.errors import DeadlineError
@@ -91,7 +94,7 @@ class Thought:
     before: str | None  # what it wrote of the frame before
     trace: DecodeTrace | None
     error: str = ""  # why there is no action in it
-    action_dim: int = 0  # numbers of an action; 0 where there is none
+    actions: NDArray[np.float64] | None = None  # [step, action_dim]
 
 
 @dataclass(eq=False)
@@ -298,8 +301,8 @@ def _see(session: SessionHistory, event: FinishedAction, text: str | None) -> No
     before = None if session.thought is None else session.thought.text
     trace = None if event.chunk is None else event.chunk.trace
     error = "" if event.error is None else str(event.error)
-    action_dim = 0 if event.chunk is None else event.chunk.actions.shape[1]
-    session.thought = None if text is None else Thought(text, before, trace, error, action_dim)
+    actions = None if event.chunk is None else event.chunk.actions
+    session.thought = None if text is None else Thought(text, before, trace, error, actions)
 
 
 def _key(event: Event) -> str:

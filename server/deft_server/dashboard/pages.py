@@ -387,6 +387,7 @@ def thought_fields(thought: Thought) -> Json:
     return {
         "parts": parts,
         "rows": _number_rows(thought),
+        "fast": _fast_fields(thought),
         "boxes": [vars(one) for one in found.boxes],
         "gripper": found.gripper,
         "passes": 0 if trace is None else trace.num_passes,
@@ -405,7 +406,7 @@ def _number_rows(thought: Thought) -> list[list[Json]] | None:
     passes = () if thought.trace is None else thought.trace.passes
     is_drafted = [kept for one in passes for kept in (*[True] * one.accepted_length, False)]
     words, rows, start = thought.text.split(" "), list[list[Json]](), 0
-    length = thought.action_dim or len(words)
+    length = len(words) if thought.actions is None else thought.actions.shape[1]
     for first in range(0, len(words), length):
         text = " ".join(words[first : first + length])
         marks = [*is_drafted[start:], *[False] * len(text)]
@@ -413,6 +414,13 @@ def _number_rows(thought: Thought) -> list[list[Json]] | None:
         rows.append([{"drafted": kept, "text": "".join(c for c, _ in run)} for kept, run in runs])
         start += len(text) + 1
     return rows
+
+
+def _fast_fields(thought: Thought) -> Json | None:
+    """An answer in FAST codes: its coefficients, which of them were drafted, and its actions."""
+    if thought.trace is None or thought.trace.fast is None or thought.actions is None:
+        return None
+    return {**vars(thought.trace.fast), "actions": thought.actions.tolist()}
 
 
 def _said(parts: Sequence[Part], like: Part) -> str:

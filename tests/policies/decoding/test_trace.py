@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from deft_core.types import DecodeTrace, PassTrace
-from deft_policies.decoding.trace import PassRecord, PassTraces
+from deft_policies.decoding.trace import PassRecord, PassTraces, drafted_tokens
 from deft_policies.decoding.tree import DraftTree
 
 TREE = DraftTree([5, 6, 7], [-1, 0, 0], ["", "head", "head"])
@@ -63,3 +63,14 @@ def test_committed_tokens_before_the_root_are_no_part_of_a_trace() -> None:
         False, (5, 6), (-1, 0), ("", "head"), (6, 7), (1,), 7
     )
     assert record.accepted_length == 1
+
+
+def test_drafted_tokens_are_known_beside_those_that_a_grammar_forced() -> None:
+    forced = DraftTree([3, 4, 5, 6], [-1, 0, 1, 2], ["", "", "", "head"], root=2)
+    some = [
+        PassRecord(True, TREE, [7, 8, 9], [0, 2], 9, []),  # a draft, and the target's own
+        PassRecord(False, forced, [4, 5, 6, 7], [0, 1, 2, 3], 7, []),  # two forced before a draft
+    ]
+    assert drafted_tokens(some, 6) == [True, False, False, False, True, False]
+    assert drafted_tokens(some, 8)[6:] == [False, False]  # forced behind the last pass
+    assert drafted_tokens(some, 2) == [True, False]  # an answer that was cut

@@ -56,6 +56,22 @@ def test_actions_are_codes_that_mean_them(policy: str) -> None:
             assert codec.coefficients(codes) == answer["coefficients"]
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_each_coefficient_begins_in_one_code(policy: str) -> None:
+    """A character may be spread over codes; the words around an answer are no codes."""
+    codec = codec_of(policy)
+    for answer in POLICIES[policy]["answers"]:
+        if "normalised" not in answer:
+            continue
+        codes = answer["codes"]
+        begun = codec.begun([None, *codes, None])
+        assert (begun[0], begun[-1]) == ((), ())
+        assert [one for some in begun for one in some] == answer["coefficients"]
+        for end in range(len(codes) + 1):
+            text = codec.bytes_of(codes[:end]).decode(errors="replace")
+            assert sum(map(len, begun[: end + 1])) == len(text)
+
+
 def drawn(lowest: int, highest: int) -> st.SearchStrategy[list[int]]:
     return st.lists(st.integers(lowest, highest), min_size=1, max_size=40)
 

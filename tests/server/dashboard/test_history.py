@@ -11,6 +11,7 @@ from deft_core.types import (
     ActionChunk,
     ActOptions,
     DecodeTrace,
+    FastAnswer,
     Observation,
     PassTrace,
     StageTimings,
@@ -305,7 +306,7 @@ def test_an_answer_of_numbers_is_rows_of_what_was_drafted_and_what_was_not() -> 
         PassTrace(False, (10,), (-1,), ("",), (3,), (), 3),
     ]
     trace = DecodeTrace("lossless", (1, 2, 10, 3, 11), (1, 2, 10, 3, 11), (), passes)
-    told = thought_fields(Thought("12 3 4 5", None, trace, action_dim=2))
+    told = thought_fields(Thought("12 3 4 5", None, trace, actions=np.zeros((2, 2))))
     assert told["rows"] == [
         [{"drafted": True, "text": "12"}, {"drafted": False, "text": " 3"}],
         [{"drafted": False, "text": "4 5"}],
@@ -313,6 +314,20 @@ def test_an_answer_of_numbers_is_rows_of_what_was_drafted_and_what_was_not() -> 
     untold = thought_fields(Thought("12 3", None, None, "it did not end"))
     assert untold["rows"] == [[{"drafted": False, "text": "12 3"}]]
     assert thought_fields(Thought("go PLAN: 1", None, trace))["rows"] is None
+
+
+def test_an_answer_in_fast_codes_is_shown_as_coefficients_and_actions() -> None:
+    fast = FastAnswer((5, -1, 0, 2), (True, False, False, True))
+    trace = DecodeTrace("lossless", (1, 2), (1, 2), (), (), fast=fast)
+    actions = np.array([[0.5, -0.25], [1.0, 0.0]])
+    told = thought_fields(Thought("<a><b>", None, trace, actions=actions))
+    assert told["fast"] == {**vars(fast), "actions": actions.tolist()}
+    others = [
+        Thought("<a><b>", None, replace(trace, fast=None), actions=actions),
+        Thought("<a><b>", None, None, actions=actions),  # nobody looked, so there is no trace
+        Thought("<a><b>", None, trace, "it did not end"),
+    ]
+    assert [thought_fields(one)["fast"] for one in others] == [None] * 3
 
 
 def test_a_session_has_a_name_that_people_can_read_and_tell_apart():

@@ -143,6 +143,10 @@ class Pi0Fast(TokenModel):
         absolute: NDArray[np.float32] = actions.astype(np.float32) + state.astype(np.float32)
         return absolute.astype(np.float64)
 
+    def coefficients(self, tokens: Sequence[int]) -> list[tuple[int, ...]]:
+        """Those that begin in each token of a valid answer."""
+        return self._codec.begun([self._codes.get(one) for one in tokens])
+
     def read_text(self, tokens: Sequence[int]) -> tuple[str, tuple[int, ...]]:
         """The tokens' names; they have no parts."""
         text: str = self._words.tokenizer.decode(list(tokens), skip_special_tokens=False)

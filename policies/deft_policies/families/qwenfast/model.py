@@ -113,6 +113,10 @@ class QwenFast(TokenModel):
         actions = files.codec.decode(codes, files.num_steps, files.action_dim)
         return files.unnormalise(actions, self.statistics[key])
 
+    def coefficients(self, tokens: Sequence[int]) -> list[tuple[int, ...]]:
+        """Those that begin in each token of a valid answer."""
+        return self.files.codec.begun([self._codes.get(one) for one in tokens])
+
     def read_text(self, tokens: Sequence[int]) -> tuple[str, tuple[int, ...]]:
         """The tokens' names, all of them but the end's; they have no parts."""
         ended = len(tokens) - (tokens[-1:] != [] and tokens[-1] in self._stops)

@@ -3,6 +3,7 @@
 import { element, milliseconds, number } from "./draw.js";
 import { dimensionNames, drawAccepted, drawActions, drawLatency, drawTimeline } from "./plots.js";
 import { describePlan, describeRule } from "./words.js";
+import { drawCoefficients, sentence } from "./coefficients.js";
 import { drawPointed, showReasoning } from "./reasoning.js";
 import { drawTokens, drawTree } from "./tree.js";
 
@@ -16,6 +17,7 @@ export class LiveView {
   #chosen = false;
   #points = [];
   #trace = null;
+  #thought = null;
   #timeline = [];
   #sessions = [];
   #rows = new Map(); // session key -> its button
@@ -46,6 +48,7 @@ export class LiveView {
     byId("accepted-now").textContent = Number.isFinite(mean) && this.#trace ? `${number(mean, 2)} drafted tokens kept per checking pass` : "";
     const last = this.#points.at(-1);
     byId("latency-now").textContent = `last 60 actions · now ${milliseconds(last.total_ms)} ms`;
+    if (this.#thought?.fast) drawCoefficients(byId("thought-fast"), this.#thought.fast);
     if (this.#trace) {
       drawTokens(byId("tokens"), this.#trace, dimensionNames(last.action.length));
       drawTree(byId("tree"), this.#trace);
@@ -138,14 +141,19 @@ export class LiveView {
 
   // The picture may come with it, or be there already: it is drawn over when its size is known.
   #showThought(thought) {
+    this.#thought = thought;
     for (const id of ["thought", "pointed"]) byId(id).toggleAttribute("hidden", !thought);
     byId("trees").hidden = Boolean(thought);
     if (!thought) return;
     this.#trace = null;
-    byId("thought-title").textContent = thought.rows ? "Answer as it was written" : "Reasoning";
-    byId("thought-marks").dataset.swatch = thought.rows ? "draft" : "relaxed";
-    byId("thought-marks").textContent = thought.rows ? "marked: accepted drafts" : "marked: not so in the frame before";
+    const isAction = Boolean(thought.rows || thought.fast);
+    byId("thought-title").textContent = thought.fast ? "Answer in FAST codes" : thought.rows ? "Answer as it was written" : "Reasoning";
+    byId("thought-marks").dataset.swatch = isAction ? "draft" : "relaxed";
+    byId("thought-marks").textContent = isAction ? "marked: accepted drafts" : "marked: not so in the frame before";
+    byId("thought-parts").hidden = Boolean(thought.fast);
+    byId("thought-fast").hidden = !thought.fast;
     showReasoning(byId("thought-parts"), byId("thought-cost"), thought);
+    if (thought.fast) byId("thought-cost").textContent += ` · ${sentence(thought.fast)}`;
     const frame = byId("frame");
     frame.onload = () => drawPointed(byId("pointed"), thought, frame.naturalWidth, frame.naturalHeight);
     if (frame.complete && frame.naturalWidth) frame.onload();

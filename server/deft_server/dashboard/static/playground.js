@@ -1,6 +1,7 @@
 // The playground: one picture and one instruction through /v1/act, with everything the server tells.
 
 import { ask } from "./access.js";
+import { drawCoefficients } from "./coefficients.js";
 import { element, milliseconds, number } from "./draw.js";
 import { describe } from "./live.js";
 import { STAGES, actionRows, dimensionNames, drawOneAction } from "./plots.js";
@@ -136,7 +137,10 @@ export class Playground {
     byId("try-action").replaceChildren(...actionRows(action));
     drawOneAction(byId("try-timing"), byId("try-timing-legend"), point);
     const isDrawn = trace && !answer.reasoning; // of a text there are hundreds of nodes
-    byId("try-reasoning").hidden = !answer.reasoning;
+    const isFast = Boolean(trace?.fast); // its text is made of names that say nothing
+    byId("try-fast").hidden = !isFast;
+    if (isFast) drawCoefficients(byId("try-fast"), { ...trace.fast, actions: answer.actions });
+    byId("try-reasoning").hidden = isFast || !answer.reasoning;
     byId("try-reasoning").textContent = answer.reasoning ?? "";
     byId("try-trees").hidden = !isDrawn;
     if (isDrawn) {
