@@ -1,6 +1,7 @@
 """Environments of their own for other projects' packages, installed once and kept between runs."""
 
 import fcntl
+import os
 import re
 import subprocess
 import sys
@@ -31,11 +32,17 @@ LEROBOT_NEEDS = (
     "pyyaml-include<2", "requests", "safetensors", "six", "termcolor", "toml", "tqdm",
     "typing-extensions", "typing-inspect", "tzdata", "urllib3", "xxhash",
 )  # fmt: skip
+# Names the Python of an environment made as LeRobot's users make theirs, on Python 3.12 or later:
+# pip install lerobot==0.6.1 ./client ./examples/lerobot_policy_deft
+INSTALLED_LEROBOT = "DEFT_TEST_LEROBOT"
 LEROBOT_MARKS = [
     pytest.mark.peers,
-    pytest.mark.skipif(sys.version_info >= (3, 13), reason="lerobot 0.4 is for Python up to 3.12"),
     pytest.mark.skipif(find_spec("torch") is None, reason="lerobot needs torch: make install"),
 ]
+UP_TO_3_12 = pytest.mark.skipif(
+    sys.version_info >= (3, 13), reason="lerobot 0.4 is for Python up to 3.12"
+)
+LEROBOT_PARAMETERS = [pytest.param("0.4.4", marks=UP_TO_3_12), "0.6.1"]
 
 
 def peer_python(home: Path, packages: tuple[str, ...], with_torch: bool = False) -> str:
@@ -95,6 +102,9 @@ def write_for_python_3_11(module: Path) -> None:
 
 
 def lerobot_python(cache: pytest.Cache, version: str) -> str:
-    """Return the interpreter of LeRobot's environment."""
+    """Return the interpreter of LeRobot's environment; DEFT_TEST_LEROBOT may name one for 0.6.1."""
+    installed = os.environ.get(INSTALLED_LEROBOT)
+    if installed is not None and version == "0.6.1":
+        return installed
     home = cache.mkdir(f"lerobot-{version}-{sys.version_info[0]}.{sys.version_info[1]}")
     return peer_python(home, (*LEROBOT_VERSIONS[version], *LEROBOT_NEEDS), with_torch=True)

@@ -14,7 +14,7 @@ from deft_policies.base import PolicyAnswer, PolicyRequest
 from deft_policies.constant import ConstantPolicy
 from deft_server.app import create_app
 from tests.core.datasets.test_lerobot import episodes
-from tests.peer_environment import LEROBOT_MARKS, LEROBOT_VERSIONS, lerobot_python
+from tests.peer_environment import LEROBOT_MARKS, LEROBOT_PARAMETERS, lerobot_python
 from tests.repository import ROOT
 from tests.server.running import running
 
@@ -37,7 +37,7 @@ class Watching(ConstantPolicy):
 
 
 @pytest.mark.timeout(600)  # installing takes a minute or two, once
-@pytest.mark.parametrize("version", LEROBOT_VERSIONS)
+@pytest.mark.parametrize("version", LEROBOT_PARAMETERS)
 def test_frames_arrive_to_the_pixel_and_actions_to_the_bit_of_float32(
     request: pytest.FixtureRequest, tmp_path: Path, version: str
 ) -> None:

@@ -9,13 +9,13 @@ import pytest
 
 from deft_core.datasets.lerobot_export import write_lerobot
 from tests.core.datasets.test_lerobot import episodes
-from tests.peer_environment import LEROBOT_MARKS, LEROBOT_VERSIONS, lerobot_python
+from tests.peer_environment import LEROBOT_MARKS, LEROBOT_PARAMETERS, lerobot_python
 
 pytestmark = LEROBOT_MARKS
 PROGRAM = Path(__file__).with_name("lerobot_reads.py")
 
 
-@pytest.fixture(scope="module", params=LEROBOT_VERSIONS)
+@pytest.fixture(scope="module", params=LEROBOT_PARAMETERS)
 def python(request: pytest.FixtureRequest) -> str:
     return lerobot_python(request.config.cache, request.param)
 
