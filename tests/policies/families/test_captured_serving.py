@@ -143,7 +143,7 @@ def test_more_frames_than_the_reserve_has_rows_wait_and_capture_nothing(
     with caplog.at_level("INFO"):
         runner, policy = captured_policy(replace(RESERVE, rows=2, longest=40))
     assert f"capturing {len(passes_of(policy))} passes and prefills" in caplog.text
-    assert "memory beside the weights: keys and values" in caplog.text
+    assert "memory besides the weights: keys and values" in caplog.text
     num_captured = runner.num_captured
     batches = mixed_batches(1, num_frames=30)
     assert max(map(len, batches)) == 8

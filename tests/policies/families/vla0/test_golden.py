@@ -366,7 +366,7 @@ def test_frames_that_it_cannot_look_at_are_refused() -> None:
     image, wrist = cameras(frame)
     with pytest.raises(RequestError, match="wrist"):
         policy.check(Observation(image, "left"), ActOptions())
-    with pytest.raises(RequestError, match="stands for a picture"):
+    with pytest.raises(RequestError, match="marks a picture"):
         policy.check(Observation(image, "<|image_pad|>", {"wrist": wrist}), ActOptions())
 
 
