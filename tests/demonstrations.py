@@ -9,10 +9,9 @@ from deft_core.datasets.demonstrations import (
     PRIVILEGED,
     Demonstration,
     DemonstrationHeader,
-    encode_frame,
     episode_path,
-    save_demonstration,
 )
+from tiny_libero_recipe.demonstration_writer import encode_frame, save_demonstration
 
 INSTRUCTIONS = ("pick up the butter", "open the top drawer")
 

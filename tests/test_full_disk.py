@@ -19,12 +19,7 @@ import numpy as np
 import pytest
 
 from deft_client.recorder import Recorder
-from deft_core.datasets.demonstrations import (
-    episode_path,
-    find_demonstrations,
-    load_demonstration,
-    save_demonstration,
-)
+from deft_core.datasets.demonstrations import episode_path, find_demonstrations, load_demonstration
 from deft_core.recordings import RecordedStep, find_episodes
 from deft_core.types import ActionChunk, ActOptions, Observation
 from deft_draft_training.errors import StorageError
@@ -35,6 +30,7 @@ from deft_server.recording.files import EpisodeFiles
 from tests.core.datasets.test_demonstrations import HEADER, demonstration
 from tests.libero.episodes import header, record
 from tests.recorded_episodes import read_episode
+from tiny_libero_recipe.demonstration_writer import save_demonstration
 
 UNITS = 3  # what each writer is asked to write: steps, episodes, or lines of metrics
 

@@ -1,5 +1,7 @@
 """Demonstrations on disk: one checksummed file per episode, readable with numpy and Pillow alone.
 
+The scripted expert of `scripts/tiny_libero` writes them.
+
 A file is an uncompressed npz. Its members are the arrays of `Demonstration`, `frames` (the files
 one after the other) and `frame_ends` (where each ends), and `header` (JSON, with a sha256 of the
 others). Actions are in the training data's dialect: six numbers as the simulator takes them, then
@@ -11,7 +13,7 @@ import io
 import json
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,11 @@ from numpy.typing import NDArray
 from PIL import Image as PillowImage
 
 from deft_core.datasets.episodes import DemonstrationError
-from deft_core.files import write_atomically
 from deft_core.types import Image
 
 FORMAT = 2
 _READABLE = (1, 2)  # format 1 has no pixels, and does not say what was asked for
 SUFFIX = ".npz"
-JPEG_QUALITY = 95
 
 # Columns of `privileged`: what auxiliary losses may learn and a reasoning may say. Metres in the
 # world frame; then, in shares of the picture from its upper left corner, the gripper and the boxes
@@ -97,17 +97,6 @@ class Demonstration:
         return np.stack([self.frame(step) for step in range(len(self))])
 
 
-def encode_frame(image: Image, encoding: str) -> bytes:
-    """A picture as a JPEG (quality 95, colour at half resolution) or a PNG file."""
-    buffer = io.BytesIO()
-    picture = PillowImage.fromarray(image)
-    if encoding == "png":
-        picture.save(buffer, "PNG", compress_level=6)
-    else:
-        picture.save(buffer, "JPEG", quality=JPEG_QUALITY, subsampling=2)
-    return buffer.getvalue()
-
-
 def decode_frame(content: bytes) -> Image:
     """The picture in a JPEG or PNG file; OSError where none can be decoded."""
     try:
@@ -117,22 +106,11 @@ def decode_frame(content: bytes) -> Image:
         raise OSError(str(error)) from error
 
 
-def save_demonstration(path: Path, demonstration: Demonstration) -> None:
-    """Write an episode so that the file is either whole or not there."""
-    arrays = _arrays(demonstration)
-    header = {**asdict(demonstration.header), "sha256": _checksum(arrays)}
-    arrays["header"] = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
-    buffer = io.BytesIO()
-    np.savez(buffer, allow_pickle=False, **arrays)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, buffer.getvalue())
-
-
 def load_demonstration(path: Path) -> Demonstration:
     """Read an episode and check that nothing in it has changed; DemonstrationError otherwise."""
     arrays = _members(path, None)
-    header, checksum = _header(path, arrays.pop("header", None))
-    if _checksum(arrays) != checksum:
+    header, header_checksum = _header(path, arrays.pop("header", None))
+    if checksum(arrays) != header_checksum:
         raise DemonstrationError(f"{path} is damaged: its checksum does not fit; delete it")
     ends = [0, *(int(end) for end in arrays["frame_ends"])]
     content = arrays["frames"].tobytes()
@@ -169,16 +147,8 @@ def episode_path(folder: Path, task: int, episode: int) -> Path:
     return task_folder(folder, task) / f"episode{episode:04d}{SUFFIX}"
 
 
-def _arrays(demonstration: Demonstration) -> dict[str, NDArray[np.generic]]:
-    ends = np.cumsum([len(one) for one in demonstration.encoded], dtype=np.int64)
-    return {
-        "frames": np.frombuffer(b"".join(demonstration.encoded), dtype=np.uint8),
-        "frame_ends": ends,
-        **{name: getattr(demonstration, name) for name in COLUMNS},
-    }
-
-
-def _checksum(arrays: Mapping[str, NDArray[np.generic]]) -> str:
+def checksum(arrays: Mapping[str, NDArray[np.generic]]) -> str:
+    """Return the sha256 of a file's arrays: their names, types, shapes and bytes."""
     digest = hashlib.sha256()
     for name in sorted(arrays):
         array = np.ascontiguousarray(arrays[name])
@@ -202,7 +172,7 @@ def _header(path: Path, packed: NDArray[np.generic] | None) -> tuple[Demonstrati
         raise DemonstrationError(f"{path} has no header; it is not a demonstration")
     try:
         entries = json.loads(packed.tobytes())
-        version, checksum = entries["format"], str(entries.pop("sha256"))
+        version, digest = entries["format"], str(entries.pop("sha256"))
     except (ValueError, KeyError, TypeError) as error:
         raise DemonstrationError(f"{path} has an unreadable header: {error}") from error
     known = {field.name for field in fields(DemonstrationHeader)}
@@ -212,4 +182,4 @@ def _header(path: Path, packed: NDArray[np.generic] | None) -> tuple[Demonstrati
             f"{path} is of format {version}, this version reads {FORMAT}; record it again"
         )
     entries["phases"] = tuple(entries["phases"])
-    return DemonstrationHeader(**entries), checksum
+    return DemonstrationHeader(**entries), digest

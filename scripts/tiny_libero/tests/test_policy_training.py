@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from deft_core.datasets.demonstrations import encode_frame
 from deft_core.image_chain import ImageChain
 from deft_draft_training.config import load_config
 from deft_draft_training.errors import ConfigError, DataError, DivergedError
@@ -27,6 +26,7 @@ from tiny_libero_recipe.data import (
     Request,
     augment,
 )
+from tiny_libero_recipe.demonstration_writer import encode_frame
 from tiny_libero_recipe.fit import (
     PolicyFitConfig,
     PolicyLossConfig,

@@ -15,7 +15,6 @@ from deft_core.datasets.demonstrations import (
     COLUMNS,
     Demonstration,
     DemonstrationHeader,
-    encode_frame,
     episode_path,
 )
 from deft_core.peers.conventions import from_robosuite
@@ -24,6 +23,7 @@ from deft_libero.simulator.conventions import WAIT_STEPS, wait_action
 from deft_libero.simulator.environment import Frame, LiberoEnvironment, Variation
 from deft_libero.simulator.scene import Goal, Scene
 from deft_libero.simulator.suites import find_suite
+from tiny_libero_recipe.demonstration_writer import encode_frame
 from tiny_libero_recipe.expert.expert import Expert, Label, Watch, parent, read_goals
 from tiny_libero_recipe.expert.motion import Disturbance, Manner, NoiseSettings
 from tiny_libero_recipe.expert.pick import Phase

@@ -16,12 +16,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from deft_core.datasets.demonstrations import save_demonstration
 from deft_core.datasets.episodes import DemonstrationError
 from deft_core.files import write_atomically
 from deft_libero.processes import end_with_parent
 from deft_libero.simulator.environment import EnvironmentSettings, LiberoEnvironment
 from deft_libero.simulator.suites import find_task
+from tiny_libero_recipe.demonstration_writer import save_demonstration
 from tiny_libero_recipe.expert.expert import check_tasks
 from tiny_libero_recipe.play import (
     ActorFactory,

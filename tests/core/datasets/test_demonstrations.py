@@ -11,14 +11,13 @@ from deft_core.datasets.demonstrations import (
     PRIVILEGED,
     Demonstration,
     DemonstrationHeader,
-    encode_frame,
     episode_path,
     find_demonstrations,
     load_demonstration,
     load_header,
-    save_demonstration,
 )
 from deft_core.datasets.episodes import DemonstrationError
+from tiny_libero_recipe.demonstration_writer import encode_frame, save_demonstration
 
 STEPS = 3
 HEADER = DemonstrationHeader(
