@@ -33,11 +33,6 @@ from deft_core.wire.images import (
 from deft_core.wire.limits import DEFAULT_LIMITS, ReadContext, WireLimits
 from deft_core.wire.refusals import brief, check_text
 
-try:
-    from pybase64 import b64decode  # thirty times quicker; servers have it
-except ImportError:
-    from base64 import b64decode  # type: ignore[assignment]
-
 SizedT = TypeVar("SizedT", bound=Sized)
 MAX_AXES = 8
 MAX_LIST_ITEMS = 65_536
@@ -61,11 +56,6 @@ def safe_dtype(name: object, field: str) -> np.dtype[Any]:
             f"must be a boolean, integer or float dtype such as '<f4', got {brief(name)}",
         )
     return known
-
-
-def decode_base64(text: str) -> bytes:
-    """Return what strict base64 says, or raise `ValueError`."""
-    return b64decode(text, validate=True)
 
 
 def read_shape(value: object, field: str) -> list[int]:

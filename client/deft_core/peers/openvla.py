@@ -17,7 +17,6 @@ from deft_core.errors import MalformedMessageError, MessageTooLargeError, Unusab
 from deft_core.peers.arrays import (
     build_array,
     check_camera_count,
-    decode_base64,
     read_actions,
     read_frame,
     read_name,
@@ -26,7 +25,7 @@ from deft_core.peers.arrays import (
     take,
 )
 from deft_core.types import ActOptions, Image, Observation
-from deft_core.wire.formats import check_json
+from deft_core.wire.formats import check_json, decode_base64
 from deft_core.wire.limits import DEFAULT_LIMITS, ReadContext, WireLimits
 from deft_core.wire.messages import ActMessage
 from deft_core.wire.refusals import brief

@@ -17,6 +17,11 @@ from deft_core.errors import MalformedMessageError, MessageTooLargeError
 from deft_core.wire.limits import DEFAULT_LIMITS, WireLimits
 from deft_core.wire.refusals import refusal
 
+try:
+    from pybase64 import b64decode  # thirty times quicker; servers have it
+except ImportError:
+    from base64 import b64decode  # type: ignore[assignment]
+
 T = TypeVar("T")
 _FEW = 100
 _SHORT_BYTES = 262_144  # nothing in so short a body takes long to read; most frames are shorter
@@ -61,6 +66,11 @@ def decode(
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         spelt = "JSON" if wire_format is WireFormat.JSON else "msgpack"
         raise MalformedMessageError(name, f"is not {spelt}: {error}") from None
+
+
+def decode_base64(text: str) -> bytes:
+    """Return what strict base64 says, or raise `ValueError`."""
+    return b64decode(text, validate=True)
 
 
 def convert(value: object, kind: type[T], field: str = "", name: str = "body") -> T:

@@ -75,6 +75,8 @@ def refusal(
         return UnusableValueError(field, "is not base64")
     if not sentence.startswith(("Expected", "Invalid", "Integer", "Number")):
         return UnusableValueError(field, sentence)  # by a type's own check
+    if kind is object:  # anything is allowed, but not a number of thousands of digits
+        return UnusableValueError(field, sentence[:1].lower() + sentence[1:])
     text = f"must be {' or '.join(map(_expected, types))}{_arrived(sentence, value, decode)}"
     if step in _OF_LATER_VERSIONS:
         return UnsupportedMessageError(field, text)

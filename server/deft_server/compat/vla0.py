@@ -16,7 +16,6 @@ from deft_core.errors import (
 )
 from deft_core.peers.arrays import (
     check_camera_count,
-    decode_base64,
     read_frame,
     read_state,
     read_text,
@@ -24,6 +23,7 @@ from deft_core.peers.arrays import (
 )
 from deft_core.types import ActionChunk, Image, Observation
 from deft_core.wire.codec import problem_fields
+from deft_core.wire.formats import decode_base64
 from deft_core.wire.images import array_over
 from deft_core.wire.limits import ReadContext
 from deft_core.wire.messages import ActMessage

@@ -18,7 +18,7 @@ from deft_core.errors import (
 )
 from deft_core.types import ServerInfo
 from deft_core.wire import codec
-from deft_core.wire.formats import WireFormat, count_of
+from deft_core.wire.formats import WireFormat, count_of, decode
 from deft_core.wire.images import ImageEncoding
 from deft_core.wire.limits import DEFAULT_LIMITS, WireLimits
 from tests.core.samples import assert_same_answer, assert_same_message, full_answer, full_message
@@ -241,3 +241,11 @@ def test_signs_are_counted_as_the_slow_way_counts_them(gaps: list[int], tail: in
     text = "".join("x" * gap + "," for gap in gaps) + "x" * tail
     assert count_of(text, ",") == text.count(",")
     assert count_of(text.encode(), b",") == text.count(",")
+
+
+def test_a_number_of_very_many_digits_is_refused_by_the_name_of_its_field():
+    digits = b"9" * 250_000
+    with pytest.raises(UnusableValueError, match="^radius: must be an integer from 0 to 65535"):
+        codec.parse_request(b'{"radius":' + digits + b"}", WireFormat.JSON)
+    with pytest.raises(UnusableValueError, match="^state: integer value out of range"):
+        decode(digits, object, WireFormat.JSON, name="state")
