@@ -20,7 +20,7 @@ from deft_core.errors import WireError
 from deft_server.errors import BodyTooLargeError, BodyTooSlowError, CallerGoneError, MissingKeyError
 from deft_server.http.connections import COUNT_FOR
 from deft_server.http.problems import describe, problem_response
-from deft_server.http.watches import Cancellation, KeyWatch
+from deft_server.http.watches import KeyWatch
 from deft_server.serving.access import (
     REQUEST_ID_HEADER,
     Caller,
@@ -167,7 +167,7 @@ class Gate:
         scope.get("extensions", {}).get(COUNT_FOR, lambda owner: None)(caller.owner)
         messages = BoundedMessages(receive, self._bounds, caller.owner)
         try:
-            with self._key_watch.watching(caller):
+            async with self._key_watch.watching(caller):
                 await self._app(scope, messages, counted_send)
         except MissingKeyError as error:
             await send({"type": "websocket.close", "code": 1008, "reason": str(error)})
@@ -270,37 +270,27 @@ class BoundedBody:
         self._bounds = bounds
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._timer: asyncio.TimerHandle | None = None
-        self._cancellation: Cancellation
+        self._ends_at: float | None = None  # by the loop's clock
         self.is_complete = False
 
     async def __call__(self) -> Message:
         """Return the next part of the body, or the news that the caller has gone."""
         if self.is_complete:
             return await self._receive()
-        if self._timer is None:
-            self._cancellation = Cancellation()
-            loop = asyncio.get_running_loop()
-            timeout_s = self._bounds.settings.body_timeout_s
-            self._timer = loop.call_later(timeout_s, self._cancellation.cancel)
+        timeout_s = self._bounds.settings.body_timeout_s
+        if self._ends_at is None:
+            self._ends_at = asyncio.get_running_loop().time() + timeout_s
         try:
-            message = await self._receive()
-        except asyncio.CancelledError:
-            if self._cancellation.was_ours():
-                raise BodyTooSlowError(
-                    f"the body did not arrive within {self._bounds.settings.body_timeout_s:g} s"
-                ) from None
-            raise
+            async with asyncio.timeout_at(self._ends_at):
+                message = await self._receive()
+        except TimeoutError:
+            raise BodyTooSlowError(f"the body did not arrive within {timeout_s:g} s") from None
         self._take(len(message.get("body", b"")))
-        if not message.get("more_body", False):
-            self._timer.cancel()
-            self.is_complete = True
+        self.is_complete = not message.get("more_body", False)
         return message
 
     def close(self) -> None:
-        """Stop the clock and let go of the bytes."""
-        if self._timer is not None:
-            self._timer.cancel()
+        """Let go of the bytes."""
         self._exchange.close()
 
     def _take(self, num_bytes: int) -> None:

@@ -1,8 +1,8 @@
 """Ends work that nobody waits for: a caller went away, or its key was taken out of the file."""
 
 import asyncio
-from collections.abc import Awaitable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from starlette.types import Message, Receive
@@ -17,25 +17,10 @@ _GONE = ("http.disconnect", "websocket.disconnect")
 ResultT = TypeVar("ResultT")
 
 
-class Cancellation:
-    """One task that may be cancelled by us; tells our cancellation from anybody else's."""
-
-    def __init__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        self._was_ours = False
-
-    def cancel(self) -> None:
-        """Cancel the task this was made on."""
-        self._was_ours = True
-        self._task.cancel()
-
-    def was_ours(self) -> bool:
-        """Is the `CancelledError` just caught of our making? If so the task lives on."""
-        if self._was_ours:
-            self._task.uncancel()
-        return self._was_ours
+def _end(timeout: asyncio.Timeout) -> None:
+    """Have the block of a timeout end now; what became of it may be over already."""
+    if not timeout.expired():
+        timeout.reschedule(asyncio.get_running_loop().time())
 
 
 class CallerWatch:
@@ -49,12 +34,13 @@ class CallerWatch:
     async def run(self, work: Awaitable[ResultT]) -> ResultT:
         """Await `work`; cancel it and raise `CallerGoneError` if the caller disconnects."""
         loop = asyncio.get_running_loop()
-        cancellation = Cancellation()
-        timer = loop.call_later(WATCH_AFTER_S, self._start, cancellation)
+        until_gone = asyncio.timeout(None)
+        timer = loop.call_later(WATCH_AFTER_S, self._start, until_gone)
         try:
-            return await work
-        except asyncio.CancelledError:
-            if cancellation.was_ours():
+            async with until_gone:
+                return await work
+        except TimeoutError:
+            if until_gone.expired():
                 raise CallerGoneError("the caller went away") from None
             raise
         finally:
@@ -68,14 +54,14 @@ class CallerWatch:
         message, self.early = self.early, None
         return await self._receive() if message is None else message
 
-    def _start(self, cancellation: Cancellation) -> None:
+    def _start(self, until_gone: asyncio.Timeout) -> None:
         if self.early is None:
-            self._watcher = asyncio.get_running_loop().create_task(self._watch(cancellation))
+            self._watcher = asyncio.get_running_loop().create_task(self._watch(until_gone))
 
-    async def _watch(self, cancellation: Cancellation) -> None:
+    async def _watch(self, until_gone: asyncio.Timeout) -> None:
         message = await self._receive()
         if message["type"] in _GONE:
-            cancellation.cancel()
+            _end(until_gone)
         else:
             self.early = message
 
@@ -85,11 +71,11 @@ class KeyWatch:
 
     def __init__(self, access: Access) -> None:
         self._access = access
-        self._open: dict[Cancellation, Caller] = {}
+        self._open: dict[asyncio.Timeout, Caller] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    @contextmanager
-    def watching(self, caller: Caller) -> Iterator[None]:
+    @asynccontextmanager
+    async def watching(self, caller: Caller) -> AsyncIterator[None]:
         """Raise `MissingKeyError` out of the block as soon as the caller's key is gone.
 
         A caller without a key is on an open path: the dashboard's feed asks for its key itself.
@@ -97,28 +83,29 @@ class KeyWatch:
         if not self._access.needs_key or not caller.fingerprint:
             yield
             return
-        cancellation = Cancellation()
-        self._open[cancellation] = caller
+        until_revoked = asyncio.timeout(None)
+        self._open[until_revoked] = caller
         if self._timer is None:
             self._wait()
         try:
-            yield
-        except asyncio.CancelledError:
-            if cancellation.was_ours():
+            async with until_revoked:
+                yield
+        except TimeoutError:
+            if until_revoked.expired():
                 self._access.require_known(caller)
             raise
         finally:
-            del self._open[cancellation]
+            del self._open[until_revoked]
 
     def _wait(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(RECHECK_S, self._look)
 
     def _look(self) -> None:
         self._timer = None
-        for cancellation, caller in list(self._open.items()):
+        for until_revoked, caller in list(self._open.items()):
             try:
                 self._access.require_known(caller)
             except MissingKeyError:
-                cancellation.cancel()
+                _end(until_revoked)
         if self._open:
             self._wait()
