@@ -245,7 +245,6 @@ class LogProbs:
 class Intervention(Enum):
     """What a server sent in place of the policy's action, to keep a robot safe."""
 
-    HOLD = "hold"  # in recordings of earlier servers alone: none sends it any more
     CLAMP = "clamp"  # the policy's action, brought into the range of its statistics
     GRAMMAR = "grammar"  # an action, where the policy's own words were none or another's
 

@@ -25,7 +25,6 @@ from deft_core.datasets.episodes import DemonstrationError
 from deft_core.types import Image
 
 FORMAT = 2
-_READABLE = (1, 2)  # format 1 has no pixels, and does not say what was asked for
 SUFFIX = ".npz"
 
 # Columns of `privileged`: what auxiliary losses may learn and a reasoning may say. Metres in the
@@ -176,8 +175,7 @@ def _header(path: Path, packed: NDArray[np.generic] | None) -> tuple[Demonstrati
     except (ValueError, KeyError, TypeError) as error:
         raise DemonstrationError(f"{path} has an unreadable header: {error}") from error
     known = {field.name for field in fields(DemonstrationHeader)}
-    optional = set() if version == FORMAT else {"subject", "place"}
-    if version not in _READABLE or not known - optional <= set(entries) <= known:
+    if version != FORMAT or set(entries) != known:
         raise DemonstrationError(
             f"{path} is of format {version}, this version reads {FORMAT}; record it again"
         )

@@ -65,7 +65,7 @@ def test_episodes_without_an_example_are_not_exported(tmp_path, capsys):
     command = ["datasets", "export", str(tmp_path / "demos"), "--fps", "20"]
     assert main([*command, "--out", str(tmp_path / "set")]) == 0
     assert "2 episodes, 8 steps" in capsys.readouterr().out
-    recording(tmp_path / "held.deftrec", intervention=Intervention.HOLD)
+    recording(tmp_path / "held.deftrec", intervention=Intervention.CLAMP)
     command = ["datasets", "export", str(tmp_path / "held.deftrec"), "--fps", "20"]
     assert main([*command, "--out", str(tmp_path / "none")]) == 1
     assert "nothing to export" in capsys.readouterr().err

@@ -1,7 +1,6 @@
 """Demonstration files: what is written comes back, and what was changed is noticed."""
 
 import contextlib
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -119,19 +118,3 @@ def test_a_damaged_file_is_named_with_what_to_do(tmp_path):
     path.write_bytes(bytes(whole))
     with pytest.raises(DemonstrationError, match=r"episode0000\.npz.*delete"):
         load_demonstration(path)
-
-
-def test_episodes_of_the_first_format_are_still_read(tmp_path):
-    path = episode_path(tmp_path, 2, 7)
-    written = demonstration()
-    save_demonstration(path, replace(written, privileged=written.privileged[:, :13]))
-    with np.load(path) as archive:
-        members = {name: archive[name] for name in archive.files}
-    header = json.loads(members["header"].tobytes())
-    header["format"] = 1
-    del header["subject"], header["place"]
-    members["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
-    np.savez(path, **members)
-    read = load_demonstration(path)
-    assert (read.header.format, read.header.subject) == (1, "")
-    np.testing.assert_array_equal(read.privileged, written.privileged[:, :13])
