@@ -12,7 +12,7 @@ pass each (`captured`).
 
 from collections.abc import Collection
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from deft_policies.decoding.accept import accept
@@ -42,18 +42,8 @@ class _Pass:
     scores: Scores
     reading: Reading
     spans: list[Span]
-
-
-@dataclass
-class _Accepted:
-    """What one answer of a pass commits."""
-
-    sequence: Sequence
-    row: PassRow
-    nodes: slice  # of its tree in the pass's scores
-    result: PassResult
-    path: list[int]  # nodes from node 0 on
-    bonus: int  # the target's token behind the path
+    results: list[PassResult] = field(default_factory=list)  # once it is read
+    records: list[PassRecord | None] = field(default_factory=list)  # None: cancelled meanwhile
 
 
 class Engine:
@@ -127,9 +117,9 @@ class Engine:
         if is_ahead:
             self._read_later(this_pass)
         else:
-            accepted = self._accept(this_pass)
+            self._accept(this_pass)
             clock.record(Stage.JUDGE)
-            self._commit(this_pass, accepted)
+            self._commit(this_pass)
             self._observe(this_pass)
             clock.record(Stage.COMMIT)
             this_pass.spans += clock.pop_spans()  # in place: the pass's records hold this list
@@ -168,40 +158,40 @@ class Engine:
         reading = Reading(active, trees, scores)
         return _Pass(active, rows, scores, reading, clock.pop_spans())
 
-    def _accept(self, this_pass: _Pass) -> list[_Accepted]:
-        """Read a pass, and choose a path of each tree. Answers cancelled since are left out."""
-        accepted = []
-        results = this_pass.reading.finish()
-        columns = zip(this_pass.sequences, this_pass.rows, results, strict=True)
-        for index, (sequence, row, result) in enumerate(columns):
+    def _accept(self, this_pass: _Pass) -> None:
+        """Read a pass, and choose a path of each tree whose answer was not cancelled meanwhile."""
+        this_pass.results = this_pass.reading.finish()
+        columns = zip(this_pass.sequences, this_pass.rows, this_pass.results, strict=True)
+        for sequence, row, result in columns:
             if sequence.slot < 0:
+                this_pass.records.append(None)
                 continue
-            tree = row.tree
+            tree, is_prefill = row.tree, row.prompt is not None
             if tree.tokens == [UNREAD]:  # the root was not read when this pass was launched
                 tree.tokens = sequence.tokens[-1:]
-            nodes = this_pass.scores.nodes(index, tree)
             path, bonus = _accept_or_fail(sequence, tree, result)
-            accepted.append(_Accepted(sequence, row, nodes, result, path, bonus))
-        return accepted
+            this_pass.records.append(
+                PassRecord(is_prefill, tree, result.predictions, path, bonus, this_pass.spans)
+            )
 
-    def _commit(self, this_pass: _Pass, accepted: list[_Accepted]) -> None:
+    def _commit(self, this_pass: _Pass) -> None:
         """Commit the tokens of the accepted paths, and keep their nodes in the cache."""
         moves: list[Move] = []
-        for choice in accepted:
-            sequence, row, tree = choice.sequence, choice.row, choice.row.tree
-            result, path, bonus = choice.result, choice.path, choice.bonus
-            is_prefill, predictions = row.prompt is not None, result.predictions
-            record = PassRecord(is_prefill, tree, predictions, path, bonus, this_pass.spans)
-            sequence.commit(tree, path, bonus, result, record)
+        for index, record in enumerate(this_pass.records):
+            if record is None:
+                continue
+            sequence, row = this_pass.sequences[index], this_pass.rows[index]
+            sequence.commit(record, this_pass.results[index])
             if sequence.wants_log_probs:
-                note_log_probs(sequence, tree, this_pass.scores.logits[choice.nodes])
+                nodes = this_pass.scores.nodes(index, row.tree)
+                note_log_probs(sequence, row.tree, this_pass.scores.logits[nodes])
             if sequence.grammar is not None and not sequence.is_done:
                 room = self.planner.widest_of(sequence) - 1  # of the next tree, but for the bonus
                 sequence.extend(sequence.grammar.forced(sequence.tokens), room)
             # Kept nodes lie scattered in the cache; they move next to each other.
             moves += [
                 (row.slot, row.start + node, row.start + at)
-                for at, node in enumerate(path)
+                for at, node in enumerate(record.path)
                 if node != at
             ]
         self.cache.keep(moves)
@@ -248,7 +238,8 @@ class Engine:
             oldest = self._unread.pop(0)
             for sequence in oldest.sequences:
                 sequence.num_unread -= 1
-            self._commit(oldest, self._accept(oldest))
+            self._accept(oldest)
+            self._commit(oldest)
 
     def _pass_row(self, sequence: Sequence, tree: DraftTree) -> PassRow:
         """A sequence's row in a pass. Node 0 of a prefill is the prompt's last token."""

@@ -5,7 +5,7 @@ comes to the host in one copy.
 """
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import isfinite
 
 import torch
@@ -33,45 +33,6 @@ from deft_policies.model.staging import to_device
 
 
 @dataclass
-class _Columns:
-    """Numbers of the device that are read together, float64; token ids are exact in it."""
-
-    parts: list[Tensor] = field(default_factory=list)
-    size: int = 0
-
-    def add(self, values: Tensor) -> slice:
-        """Have values [number] read; where they will be."""
-        first, self.size = self.size, self.size + len(values)
-        self.parts.append(values.double())
-        return slice(first, self.size)
-
-    def copied(self) -> "_Copy":
-        """All of them, being copied to the host."""
-        return _Copy(torch.cat(self.parts))
-
-
-class _Copy:
-    """Numbers being copied to the host, which waits for this copy and not for later work."""
-
-    def __init__(self, numbers: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        if numbers.is_cuda:
-            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._numbers.copy_(numbers, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
-        else:
-            self._numbers = numbers
-
-    def read(self) -> list[float]:
-        """Wait for the copy alone."""
-        if self._event is not None:
-            self._event.synchronize()
-        numbers: list[float] = self._numbers.tolist()
-        return numbers
-
-
-@dataclass
 class _Slices:
     """Where the numbers of one answer are among those that are read."""
 
@@ -85,7 +46,10 @@ class _Slices:
 
 
 class Reading:
-    """What the target predicts for every sequence's tree, being copied to the host."""
+    """What the target predicts for every sequence's tree, being copied to the host.
+
+    Numbers of the device are joined as float64, in which token ids are exact, and copied at once.
+    """
 
     def __init__(
         self,
@@ -98,9 +62,10 @@ class Reading:
             if sequence.grammar is not None:
                 logits = sequence.grammar.adjust(scores.logits[span], sequence, tree)
                 scores.logits[span], scores.best[span] = logits, first_maximum(logits)
-        columns = _Columns()
-        of_best, of_sums = columns.add(scores.best).start, columns.add(scores.sums).start
-        of_answers = columns.add(scores.answers).start
+        self._parts: list[Tensor] = []
+        self._size = 0
+        of_best, of_sums = self._add(scores.best).start, self._add(scores.sums).start
+        of_answers = self._add(scores.answers).start
         self._slices = []
         for sequence, tree, span in zip(sequences, trees, nodes, strict=True):
             first, stop = span.start, span.stop
@@ -111,25 +76,38 @@ class Reading:
             )
             logits, rule = scores.logits[span], sequence.method.rule
             if sequence.method.temperature > 0.0:
-                slices.drawn = columns.add(draw_tokens(sequence, tree, logits))
+                slices.drawn = self._add(draw_tokens(sequence, tree, logits))
                 if tree.odds is not None and isinstance(rule, ChoosingRule):
                     with sequence.failing():
-                        slices.chosen = columns.add(choose(rule, sequence, tree, logits))
+                        slices.chosen = self._add(choose(rule, sequence, tree, logits))
             if sequence.wants_margins:
                 # Where a grammar leaves one token the gap is not finite, which no trace can say.
                 gaps = top_gap(logits, scores.best[span])
-                slices.gaps = columns.add(gaps.clamp(max=torch.finfo(gaps.dtype).max))
+                slices.gaps = self._add(gaps.clamp(max=torch.finfo(gaps.dtype).max))
             if tree.has_guesses and isinstance(rule, (DeviceRule, TreeRule)):
                 hidden, greedy = scores.hidden[span], scores.best[span]
                 with sequence.failing():
                     measured = measure(rule, sequence, tree, logits, hidden, greedy)
-                    slices.measured = None if measured is None else columns.add(measured)
+                    slices.measured = None if measured is None else self._add(measured)
             self._slices.append(slices)
-        self._copy = columns.copied()
+        self._numbers, self._event = torch.cat(self._parts), None
+        if self._numbers.is_cuda:
+            on_host = torch.empty(self._size, dtype=torch.float64, pin_memory=True)
+            on_host.copy_(self._numbers, non_blocking=True)
+            self._numbers, self._event = on_host, torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def _add(self, values: Tensor) -> slice:
+        """Have values [number] copied, too; where they will be."""
+        first, self._size = self._size, self._size + len(values)
+        self._parts.append(values.double())
+        return slice(first, self._size)
 
     def finish(self) -> list[PassResult]:
-        """Wait for the copy; return what was found for each sequence."""
-        numbers = self._copy.read()
+        """Wait for the copy, but not for later work; return the result of each sequence."""
+        if self._event is not None:
+            self._event.synchronize()
+        numbers: list[float] = self._numbers.tolist()
 
         def ints(where: slice) -> list[int]:
             return list(map(int, numbers[where]))

@@ -17,7 +17,6 @@ from deft_policies.decoding.guard import Choice, Guard
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import TreeShape
 from deft_policies.decoding.trace import PassRecord, PassTraces
-from deft_policies.decoding.tree import DraftTree
 from deft_policies.errors import MixedAnswersError, PolicyError
 from deft_policies.memory import SessionMemory
 from deft_policies.model.sizes import TokenRange
@@ -78,16 +77,6 @@ class AnswerSpec:
         return self.stop is None and self.space is not None
 
 
-@dataclass
-class LastPass:
-    """The last pass of an answer: its tree, what the target said, and what was accepted."""
-
-    tree: DraftTree
-    predictions: list[int]  # the target's token after each node
-    path: list[int]  # nodes kept, from node 0 on
-    accepted: int  # guesses among them
-
-
 @dataclass(eq=False)
 class Sequence:
     """One answer: the request first, then what decoding fills in. The host owns all of it."""
@@ -120,7 +109,7 @@ class Sequence:
     target_tokens: list[int] = field(default_factory=list)  # greedy, given the tokens before each
     num_cached: int = 0  # tokens whose keys and values are in the cache
     num_unread: int = 0  # tokens that are decoded, and not yet read from the device
-    last: LastPass | None = None
+    last: PassRecord | None = None  # of the last pass
     records: list[PassRecord] = field(default_factory=list)  # of its passes, the prefill's first
     margins: list[float] = field(default_factory=list)
     log_probs: tuple[float, ...] = ()
@@ -227,26 +216,24 @@ class Sequence:
         written = WrittenNumbers(*last, self.spec.space, known)
         return drift_of_steps(written, self.num_executed)
 
-    def commit(
-        self, tree: DraftTree, path: list[int], bonus: int, result: PassResult, record: PassRecord
-    ) -> None:
-        """Append the tokens of a pass: guesses on the path, then the target's own token.
+    def commit(self, record: PassRecord, result: PassResult) -> None:
+        """Append the tokens of a pass: guesses on its path, then the bonus.
 
-        `path` holds nodes from node 0 on. Raises `MixedAnswersError` if the pass was of another
-        answer.
+        Raises `MixedAnswersError` if the pass was of another answer.
         """
         if result.answer != self.number:
             raise MixedAnswersError(
                 f"a pass of answer {result.answer} was read from slot {self.slot}, where answer "
                 f"{self.number} was expected; nothing of this round is used"
             )
+        tree, path = record.tree, record.path
         kept = path[tree.root :]
         self.tokens += [tree.tokens[node] for node in kept[1:]]
-        self.tokens.append(bonus)
+        self.tokens.append(record.bonus)
         self.target_tokens += [result.greedy[node] for node in kept]
         self.margins += [result.gaps[node] for node in kept] if result.gaps else []
         self.num_cached += len(path) - record.is_prefill  # a prefill's node 0 is the prompt's
-        self.last = LastPass(tree, result.predictions, path, len(kept) - 1)
+        self.last = record
         self.is_finite = self.is_finite and result.is_finite
         self.records.append(record)
         self.is_done = self._has_ended()

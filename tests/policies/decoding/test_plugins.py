@@ -40,8 +40,9 @@ from deft_policies.decoding.kinds import source_kinds
 from deft_policies.decoding.methods import find_method, method_names
 from deft_policies.decoding.plan import TreeShape
 from deft_policies.decoding.plugins import broken_plugins, find_plugins, load_rule
-from deft_policies.decoding.sequence import AnswerSpec, LastPass
+from deft_policies.decoding.sequence import AnswerSpec
 from deft_policies.decoding.sequence import Sequence as Answer
+from deft_policies.decoding.trace import PassRecord
 from deft_policies.errors import PolicyError, RequestError
 from deft_policies.families.loading import examine, load_policy
 from deft_policies.families.options import ModelOptions
@@ -131,7 +132,7 @@ def test_the_page_names_what_rules_and_sources_are_given() -> None:
     zeros = torch.zeros(case.tree.num_nodes, dtype=torch.int64)
     scored = ScoredNodes(zeros, zeros, zeros, case.logits, case.hidden, ACTIONS)
     answer = answer_of(SessionMemory(), [30, 31])
-    answer.last = LastPass(case.tree, case.predictions, [0], 0)
+    answer.last = PassRecord(False, case.tree, case.predictions, [0], 0, [])
     checked = 0
     for heading, value in (("| of `scored` |", scored), ("| of `sequence` |", answer)):
         for line in page.split(heading)[1].split("\n\n")[0].splitlines()[2:]:

@@ -185,7 +185,7 @@ def write(
         found = PassResult(answer.number, best, best, True)
         path, bonus = accept(answer, tree, found)
         record = PassRecord(first, tree, best, path, bonus, [])
-        answer.commit(tree, path, bonus, found, record)
+        answer.commit(record, found)
         if grammar is not None and not answer.is_done:
             answer.extend(grammar.forced(answer.tokens), 63)
     return answer

@@ -17,9 +17,9 @@ from deft_policies.decoding.drafts.captured_head import LARGEST, bytes_of, steps
 from deft_policies.decoding.drafts.heads import EagleDrafts
 from deft_policies.decoding.methods import Method, find_method
 from deft_policies.decoding.plan import KeyMask, RopeOffset, TreeShape
-from deft_policies.decoding.sequence import LastPass
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.target import Prompt, Target
+from deft_policies.decoding.trace import PassRecord
 from deft_policies.decoding.tree import merge
 from deft_policies.memory import SessionMemory
 from deft_policies.model.draft_heads import HeadPasses
@@ -106,7 +106,7 @@ class Twins:
         for source, answer in zip(self.sources, self.answers[slot], strict=True):
             answer.tokens = [*answer.tokens, *new]
             tree = merge([0], [("test", [[1] * 15])], 99)
-            answer.last = LastPass(tree, [], nodes, num_accepted)
+            answer.last = PassRecord(False, tree, [], nodes, 0, [])
             seen = hidden.clone()
             with torch.inference_mode():
                 source.observe(answer, seen, torch.zeros(16, 1))

@@ -14,9 +14,9 @@ from deft_policies.decoding.drafts.heads import EagleDrafts
 from deft_policies.decoding.methods import Method, find_method
 from deft_policies.decoding.plan import Plan, RopeOffset, TreeShape
 from deft_policies.decoding.planner import DraftModels
-from deft_policies.decoding.sequence import LastPass
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.target import Prompt, ancestors_of
+from deft_policies.decoding.trace import PassRecord
 from deft_policies.decoding.tree import DraftTree, merge
 from deft_policies.families.openvla import VlaTarget
 from deft_policies.memory import SessionMemory
@@ -91,7 +91,7 @@ def pass_by(drafts: EagleDrafts, answer: Answer, hidden: torch.Tensor, tokens: l
     """Let a pass commit these tokens, the last of them the bonus."""
     tree = merge([0], [("test", [tokens[:-1]])], 99)
     answer.tokens = [*answer.tokens, *tokens]
-    answer.last = LastPass(tree, tokens, list(range(len(tokens))), len(tokens) - 1)
+    answer.last = PassRecord(False, tree, tokens, list(range(len(tokens))), 0, [])
     drafts.observe(answer, hidden, torch.zeros(len(tokens), 1))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from deft_policies.checkpoint.drafts import HeadLayout, load_head, named_weights, save_head
 from deft_policies.decoding.drafts.heads import EagleDrafts
 from deft_policies.decoding.plan import KeyMask, RopeOffset, TreeShape
-from deft_policies.decoding.sequence import LastPass
+from deft_policies.decoding.trace import PassRecord
 from deft_policies.decoding.tree import DraftTree, merge
 from deft_policies.errors import CheckpointError
 from deft_policies.memory import SessionMemory
@@ -98,7 +98,7 @@ class Conversation:
             answer.tokens = [*answer.tokens, *tokens]
             tree = merge([0], [("test", [tokens[:-1]])], 99)
             path = list(range(len(tokens)))
-            answer.last = LastPass(tree, tokens, path, len(tokens) - 1)
+            answer.last = PassRecord(False, tree, tokens, path, 0, [])
             for source in sources:
                 source.observe(answer, hidden, torch.zeros(len(tokens), 1))
 

@@ -14,7 +14,7 @@ from deft_policies.decoding.drafts.session import (
     PreviousAction,
 )
 from deft_policies.decoding.plan import TreeShape
-from deft_policies.decoding.sequence import LastPass
+from deft_policies.decoding.trace import PassRecord
 from deft_policies.decoding.tree import DraftTree, merge
 from deft_policies.errors import CheckpointError
 from deft_policies.memory import SessionMemory
@@ -77,7 +77,7 @@ def test_recycling_reads_the_answers_behind_the_first_mismatch() -> None:
     """Drafts 11, 12, 13 in the prefill; the target says 11, then 22: the rest was predicted too."""
     answer = answer_of(SessionMemory(), [11, 22])
     tree = merge([0], [("test", [[11, 12, 13]])], 64)
-    answer.last = LastPass(tree, [11, 22, 23, 24], [0, 1], 1)
+    answer.last = PassRecord(False, tree, [11, 22, 23, 24], [0, 1], 0, [])
     assert JacobiDrafts().draft(answer, 9) == [[23, 24]]
     assert JacobiDrafts().draft(answer, 1) == [[23]]
 
@@ -86,9 +86,9 @@ def test_recycling_follows_the_deepest_chain_below_the_accepted_path() -> None:
     tree = merge([0], [("test", [[11, 12], [11, 13, 14, 15]])], 64)
     answer = answer_of(SessionMemory(), [11, 22])
     said = [11, 22, 30, 31, 32, 33]  # after 0, 11, 12, 13, 14, 15
-    answer.last = LastPass(tree, said, [0, 1], 1)
+    answer.last = PassRecord(False, tree, said, [0, 1], 0, [])
     assert JacobiDrafts().draft(answer, 9) == [[31, 32, 33]]
-    answer.last = LastPass(tree, said, [0, 1, 2], 2)
+    answer.last = PassRecord(False, tree, said, [0, 1, 2], 0, [])
     assert JacobiDrafts().draft(answer, 9) == [[]]
 
 
@@ -102,7 +102,7 @@ def test_medusa_trees_take_the_odds_of_each_level_from_one_hidden_state() -> Non
     hidden = torch.randn(1, 2, WIDTH, generator=torch.Generator().manual_seed(1))
     answer = answer_of(SessionMemory(), [38, 39, 40])
     tree = merge([38], [("test", [[39]])], 64)
-    answer.last = LastPass(tree, [39, 40], [0, 1], 1)
+    answer.last = PassRecord(False, tree, [39, 40], [0, 1], 0, [])
     source = MedusaDrafts(heads, target)  # type: ignore[arg-type]
     source.observe(answer, hidden[0], torch.zeros(2, 1))
     answer.shape = TreeShape(5, 2, 14)
