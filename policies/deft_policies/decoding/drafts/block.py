@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -144,6 +145,8 @@ class BlockDrafts(ModelSource):
         window = self._cache.open_same(here, context.num_cached, places)
         hidden = self.head.run(self._target.embed(anchor), positions, window)
         ahead = self._target.logits(hidden, self.head.sizes.tokens)
+        if _is_chain(sequence) and not sequence.method.draws:
+            return self._chain(sequence, hidden[0], ahead[0], anchor, depth)
         key = to_device([sequence.noise_key], device, torch.int64)
         count = to_device([sequence.count], device, torch.int64)
         first = self.head.sizes.tokens.first
@@ -157,13 +160,32 @@ class BlockDrafts(ModelSource):
             first,
             draw,
         )
-        tree = read_grown(grown, 1)[0]
-        if not _is_chain(sequence) or draw is not None:
-            return tree, []
-        before = torch.cat((anchor, to_device(tree.tokens[:-1], device, torch.int64)))
-        embeds = self.head.previous_embeds(before)
-        chances = self.head.chances(hidden[0, : len(before)], embeds).sigmoid()
-        return tree, chances.tolist()
+        return read_grown(grown, 1)[0], []
+
+    def _chain(
+        self, sequence: Sequence, hidden: Tensor, ahead: Tensor, anchor: Tensor, depth: int
+    ) -> tuple[Branches, list[float]]:
+        """The likeliest token of each place after the one before it, and chances of acceptance.
+
+        A tree of one branch would be the same, with ten times the steps.
+        """
+        head, previous = self.head, list[Tensor]()
+        tokens, scores = [], []
+        embeds = head.previous_embeds(anchor)  # [1, rank]
+        for place in range(depth):
+            previous.append(embeds)
+            best = (ahead[place] + head.markov(embeds).float()).log_softmax(dim=-1).max(dim=-1)
+            tokens.append(best.indices)
+            scores.append(best.values)
+            embeds = head.before(best.indices)
+        read: list[Tensor] = [torch.cat(tokens), torch.cat(scores)]
+        if sequence.method.rule.is_exact:  # other rules verify every draft
+            read.append(head.chances(hidden[:depth], torch.cat(previous)).sigmoid())
+        # One read of the device for all of them; float64 holds every token id.
+        columns, log_probs, *chances = torch.stack([values.double() for values in read]).tolist()
+        drafted = [int(column) + head.sizes.tokens.first for column in columns]
+        tree = Branches(drafted, list(range(depth)), list(accumulate(log_probs)))
+        return tree, chances[0] if chances else []
 
     def _append(self, slot: int, start: int, states: Tensor) -> None:
         """Take in states [position, width] of committed positions from `start` on."""
