@@ -21,7 +21,7 @@ from deft_policies.base import OneCallPolicy, PolicyAnswer, PolicyRequest
 from deft_policies.benchmark.replay import Contender
 from deft_policies.decoding.clock import Stage, StageClock
 from deft_policies.decoding.sequence import AnswerSpec
-from deft_policies.errors import NoActionError, RequestError
+from deft_policies.errors import NoActionError, PolicyError, RequestError
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.families.vla0.model import Vla0
 from deft_policies.families.vla0.pictures import make_pictures, to_patches
@@ -213,6 +213,7 @@ def baselines_of(policy: VlaPolicy) -> list[TransformersPolicy]:
     if isinstance(policy.model, Vla0):
         qwen = build_qwen(policy.model)
         return [QwenPolicy(policy, loop, qwen) for loop in QwenLoop]
+    _require_llama(policy)
     return [TransformersPolicy(policy, loop) for loop in BaselineLoop]
 
 
@@ -227,7 +228,18 @@ def find_baseline(policy: VlaPolicy, name: str) -> TransformersPolicy:
     """One of them, by its name."""
     if isinstance(policy.model, Vla0):
         return QwenPolicy(policy, QwenLoop(name), build_qwen(policy.model))
+    _require_llama(policy)
     return TransformersPolicy(policy, BaselineLoop(name))
+
+
+def _require_llama(policy: VlaPolicy) -> None:
+    """Refuse families whose decoder is no Llama of transformers."""
+    if not isinstance(policy.model.network, OpenVLAModel):
+        raise PolicyError(
+            f"--against transformers: not of {policy.model.family}; of OpenVLA, ECoT and VLA-0. "
+            "To have this checkpoint's own code answer the same frames, with its times: "
+            "deft doctor --against PYTHON (docs/conformance.md)"
+        )
 
 
 def build_qwen(model: Vla0) -> Any:

@@ -57,6 +57,7 @@ from deft_policies.benchmark.transformers_loops import (
 from deft_policies.constant import ConstantPolicy
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
 from deft_policies.decoding.plan import ACTION_PLANS, NUMBER_PLANS, PLAIN, TEXT_PLANS
+from deft_policies.errors import PolicyError
 from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
@@ -64,7 +65,7 @@ from deft_policies.model.formats import Precision
 from deft_policies.model.random_weights import openvla_7b
 from deft_server.__main__ import main as deft
 from scripts.bench.decoding import main as bench
-from tests import golden
+from tests import golden, golden_pi0fast, golden_qwenfast
 from tests.golden_vla0 import GOLDEN, cameras, variant
 
 BF16 = WeightBytes(2.0, 2.0)
@@ -460,6 +461,14 @@ def test_answers_of_numbers_are_measured_beside_transformers() -> None:
     assert plain is not None
     assert lossless is not None
     assert lossless.num_passes < plain.num_passes
+
+
+@pytest.mark.parametrize(
+    "options", [golden_qwenfast.options_of("nora"), golden_pi0fast.options_of("quantile")]
+)
+def test_families_that_transformers_has_no_loop_for_are_refused(options: ModelOptions) -> None:
+    with pytest.raises(PolicyError, match="not of (nora|pi0fast).*deft doctor --against PYTHON"):
+        baselines_of(load_policy(options))
 
 
 def test_the_command_measures_answers_of_numbers(capsys: pytest.CaptureFixture[str]) -> None:
