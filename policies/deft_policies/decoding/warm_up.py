@@ -45,7 +45,9 @@ def capture(engine: Engine) -> None:
     if (block := planner.models.block) is not None:
         planned |= captured_block.bytes_of(passes.layout, block.sizes, itemsize)
     listed = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in planned.items())
-    _log.info("capturing %d passes and prefills; memory besides the weights: %s", num_graphs, listed)
+    _log.info(
+        "capturing %d passes and prefills; memory besides the weights: %s", num_graphs, listed
+    )
     passes.capture()
     for kind in trained:
         head = planner.source(kind)
