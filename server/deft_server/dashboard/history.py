@@ -118,7 +118,7 @@ class _Finish:
 
 @dataclass(frozen=True)
 class PassCounts:
-    """Counts over target passes, addable. What the explorer calls alpha, K and c follows."""
+    """Counts over target passes, addable. Acceptance, draft length and cost follow from them."""
 
     actions: int = 0
     passes: int = 0

@@ -72,11 +72,7 @@ def build_page_routes(service: Service) -> list[BaseRoute]:
     static = _load_static()
     pages = {"/docs": "docs.html"}
     if service.settings.dashboard:
-        pages |= {
-            "/dashboard": "index.html",
-            "/dashboard/": "index.html",
-            "/dashboard/explorer": "explorer.html",
-        }
+        pages |= {"/dashboard": "index.html", "/dashboard/": "index.html"}
 
     async def root(request: Request) -> Response:
         if "text/html" in request.headers.get("accept", ""):

@@ -183,72 +183,6 @@ def test_the_playground_answers_a_picture_and_compares_runs(
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_explorer_draws_samples_that_approach_the_target(
-    browser: "sync_api.Browser", address: str, width: int
-) -> None:
-    with opened(browser, f"http://{address}/dashboard/explorer", width) as page, robots(address):
-        page.click("#draw-5000")
-        page.click("#draw-5000")
-        assert page.inner_text("#read-drawn") == "10000"
-        assert float(page.inner_text("#read-distance")) < 0.08
-        kept = float(page.inner_text("#read-kept"))
-        assert abs(kept - float(page.inner_text("#read-accept"))) < 0.03
-        page.click("#another")
-        assert page.inner_text("#read-drawn") == "0"
-        page.wait_for_selector("#adopt:not([hidden])")
-        page.click("#adopt")
-        assert "passes per action" in page.inner_text("#measured")
-        page.locator("#heat").focus()
-        before = float(page.inner_text("#alpha-now"))
-        page.keyboard.press("ArrowLeft")
-        assert float(page.inner_text("#alpha-now")) == pytest.approx(before - 0.01, abs=0.006)
-        assert_fits(page, width)
-
-
-def test_the_mathematics_of_the_explorer_is_right(
-    browser: "sync_api.Browser", address: str
-) -> None:
-    """Tokens and passes against a simulation in Python, the corner cases against reason."""
-    rng = np.random.default_rng(0)
-    with opened(browser, f"http://{address}/dashboard/explorer") as page:
-
-        def maths(expression: str) -> float:
-            return float(
-                page.evaluate(
-                    f"import('/dashboard/static/maths.js').then((maths) => maths.{expression})"
-                )
-            )
-
-        for alpha, length in ((0.0, 5), (0.3, 2), (0.7, 5), (1.0, 4)):
-            draws = rng.random((100_000, length)) < alpha
-            tokens = (np.cumprod(draws, axis=1).sum(axis=1) + 1).mean()
-            assert maths(f"tokensPerPass({alpha}, {length})") == pytest.approx(tokens, abs=0.02)
-            fitted = f"acceptanceOf(tokensPerPass({alpha}, {length}), {length})"
-            assert maths(fitted.replace("tokens", "maths.tokens")) == pytest.approx(alpha, abs=1e-6)
-        assert maths("acceptanceOf(7 / 6.85, 4)") < 0.03  # hardly anything was saved
-        assert maths("speedup(0, 5, 0.1)") == pytest.approx(1 / 1.5)
-        assert maths("bestLength(0, 0.1, 16)") == 0
-        assert maths("bestLength(1, 0, 16)") == 16
-        assert maths("passesPerAction(0.5, 0, 7)") == 7
-        assert maths("passesPerAction(1, 7, 7)") == 1
-        assert maths("passesPerAction(0.6, 4, 7)") == pytest.approx(
-            np.mean([_simulated_passes(rng, 0.6, 4, 7) for _ in range(4_000)]), abs=0.06
-        )
-
-
-def _simulated_passes(rng: np.random.Generator, alpha: float, length: int, tokens: int) -> int:
-    passes = done = 0
-    while done < tokens:
-        passes += 1
-        for _ in range(min(length, tokens - done)):
-            if rng.random() >= alpha:
-                break
-            done += 1
-        done += 1
-    return passes
-
-
-@pytest.mark.parametrize("width", WIDTHS)
 def test_the_api_page_lists_operations_and_their_schemas(
     browser: "sync_api.Browser", address: str, width: int
 ) -> None:
@@ -271,7 +205,7 @@ def test_everything_that_can_be_operated_has_a_name(
         .filter((one) => !(one.labels?.length || one.textContent.trim()
             || one.getAttribute('aria-label') || one.title))
         .map((one) => one.outerHTML.slice(0, 100))"""
-    for path in ("/dashboard", "/dashboard#playground", "/dashboard/explorer"):
+    for path in ("/dashboard", "/dashboard#playground"):
         with opened(browser, f"http://{address}{path}") as page, robots(address):
             expect(page.locator("#link")).to_have_text("live")
             assert page.evaluate(nameless) == [], path
@@ -279,12 +213,12 @@ def test_everything_that_can_be_operated_has_a_name(
             assert page.evaluate(images) == 0
 
 
-@pytest.mark.parametrize("path", ["", "#playground", "/explorer", "/../docs"])
+@pytest.mark.parametrize("path", ["", "#playground", "/../docs"])
 def test_pages_can_be_read_and_used_by_everybody(
     browser: "sync_api.Browser", address: str, path: str
 ) -> None:
     with opened(browser, f"http://{address}/dashboard{path}") as page, robots(address):
-        page.wait_for_selector("#sessions button, #heat, #operations details", state="attached")
+        page.wait_for_selector("#sessions button, #operations details", state="attached")
         for width in WIDTHS:
             page.set_viewport_size({"width": width, "height": 860})
             for _ in ("light", "dark"):
@@ -296,7 +230,7 @@ def test_pages_can_be_read_and_used_by_everybody(
 def test_the_theme_can_be_changed_and_is_remembered(
     browser: "sync_api.Browser", address: str
 ) -> None:
-    with opened(browser, f"http://{address}/dashboard/explorer") as page:
+    with opened(browser, f"http://{address}/docs") as page:
         theme = "document.documentElement.dataset.theme"
         assert page.evaluate(theme) == "light"
         page.click("#theme")
@@ -321,9 +255,8 @@ def test_with_keys_the_page_asks_for_one_and_then_works(
 
 
 @pytest.mark.parametrize("how", ["closed", "silent"])
-@pytest.mark.parametrize("path", ["", "/explorer"])
 def test_a_lost_server_is_shown_as_lost_since_when(
-    browser: "sync_api.Browser", address: str, path: str, how: str
+    browser: "sync_api.Browser", address: str, how: str
 ) -> None:
     feeds: list[sync_api.WebSocketRoute] = []
 
@@ -336,7 +269,7 @@ def test_a_lost_server_is_shown_as_lost_since_when(
     with opened(browser, f"http://{address}/docs") as page:
         page.clock.install()
         page.route_web_socket("**/dashboard/feed", feed)
-        page.goto(f"http://{address}/dashboard{path}")
+        page.goto(f"http://{address}/dashboard")
         state = page.locator("#link")
         expect(state).to_have_attribute("data-state", "good")
         if how == "closed":

@@ -1,4 +1,4 @@
-// The mathematics of the explorer, pure: nothing here knows the page. Arrays are distributions over tokens.
+// The mathematics of speculative decoding, pure: nothing here knows the page. Arrays are distributions over tokens.
 
 export const accepted = (target, draft) => target.map((p, token) => Math.min(p, draft[token]));
 export const residual = (target, draft) => target.map((p, token) => Math.max(0, p - draft[token]));
@@ -17,17 +17,6 @@ export function sampleOnce(target, draft, random = Math.random) {
 // the kept ones, and one of the target's own. The sum 1 + alpha + … + alpha^K.
 export function tokensPerPass(alpha, length) {
   return alpha >= 1 ? length + 1 : (1 - alpha ** (length + 1)) / (1 - alpha);
-}
-
-// The alpha with which a chain of K drafted tokens would yield so many tokens per pass.
-export function acceptanceOf(tokens, length) {
-  let [low, high] = [0, 1];
-  for (let halving = 0; halving < 40; halving++) {
-    const middle = (low + high) / 2;
-    if (tokensPerPass(middle, length) < tokens) low = middle;
-    else high = middle;
-  }
-  return low;
 }
 
 // Cost of drafting K tokens and verifying them, in passes of the target.

@@ -1,9 +1,6 @@
-// Joins the explorer's sliders and buttons to its two laboratories, and to this server's own figures.
+// Joins the page's sliders and buttons to its two laboratories.
 
-import { element } from "./draw.js";
-import { Feed } from "./feed.js";
 import { Landscape } from "./landscape.js";
-import { acceptanceOf } from "./maths.js";
 import { ResidualLab } from "./residual.js";
 
 const byId = (id) => document.getElementById(id);
@@ -65,38 +62,6 @@ landscape.onPick = ({ alpha, length }) => {
   showLandscape();
 };
 
-let measured = null;
-byId("adopt").addEventListener("click", () => {
-  byId("alpha").value = measured.alpha;
-  byId("length").value = Math.round(measured.length);
-  byId("cost").value = measured.cost;
-  showLandscape();
-});
-
-function showMeasured(figures) {
-  const { tokens_per_pass: tokens, draft_length: length, draft_cost: cost, passes_per_action: passes, actions } = figures;
-  const known = [tokens, length].every((one) => typeof one === "number");
-  measured = known ? { alpha: acceptanceOf(tokens, length), length, cost: cost ?? 0 } : null;
-  byId("adopt").hidden = !known;
-  if (known) {
-    byId("measured").replaceChildren(
-      `${actions} actions: K = ${length.toFixed(1)} levels, c = ${(cost ?? 0).toFixed(2)}; `,
-      element("strong", {}, `${passes.toFixed(2)} passes per action`),
-      `. That is ${tokens.toFixed(2)} tokens per pass, passes without drafts included: a chain of K would yield them with α = ${measured.alpha.toFixed(2)}.`,
-    );
-  }
-  landscape.measured = measured;
-  showLandscape();
-}
-
-const feed = new Feed({
-  onUpdate: ({ overview }) => overview && showMeasured(overview),
-  onState(state, text) {
-    byId("link").dataset.state = state;
-    byId("link").textContent = text;
-  },
-});
-
 const redraw = () => {
   showResidual();
   showLandscape();
@@ -105,4 +70,3 @@ addEventListener("resize", redraw);
 addEventListener("themechange", redraw);
 reshape();
 showLandscape();
-feed.open();

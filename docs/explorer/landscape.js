@@ -1,4 +1,4 @@
-// The landscape of the speed-up over acceptance and draft length, with two points on it.
+// The landscape of the speed-up over acceptance and draft length, with a point on it.
 
 import { legend } from "./draw.js";
 import { bestLength, costPerPass, passesPerAction, speedup, tokensPerPass } from "./maths.js";
@@ -14,7 +14,6 @@ const COLOURS = {
 };
 
 export class Landscape {
-  measured = null;
   onPick = () => {};
   #heat;
 
@@ -39,8 +38,7 @@ export class Landscape {
     };
     this.#paint(cost);
     this.#heat.setAttribute("aria-label",
-      `Speed-up over acceptance and draft length; arrow keys move the point. At acceptance ${alpha.toFixed(2)} and ${length} drafted tokens: ${told.speedup.toFixed(2)} times` +
-      (this.measured ? `. This server: acceptance ${this.measured.alpha.toFixed(2)}, ${this.measured.length.toFixed(1)} levels` : ""));
+      `Speed-up over acceptance and draft length; arrow keys move the point. At acceptance ${alpha.toFixed(2)} and ${length} drafted tokens: ${told.speedup.toFixed(2)} times`);
     return told;
   }
 
@@ -64,14 +62,10 @@ export class Landscape {
     }
     const place = ({ alpha, length }) => [alpha * box.width, box.height - (length - 0.5) * high];
     mark(context, place(this.#point), "#ffffff", "#16181d");
-    if (this.measured) {
-      const good = getComputedStyle(document.documentElement).getPropertyValue("--measured");
-      mark(context, place({ alpha: this.measured.alpha, length: Math.min(this.measured.length, LONGEST) }), good, "#ffffff");
-    }
     this.ramp.style.background = `linear-gradient(90deg, ${colours.join(", ")})`;
     legend(this.ramped, [
       ...STEPS.filter((_, index) => index % 2 === 0).map((step, index) => [`${step}×`, colours[index * 2]]),
-      ["chosen point", "#ffffff"], ...(this.measured ? [["this server", "var(--measured)"]] : []),
+      ["chosen point", "#ffffff"],
     ]);
   }
 

@@ -1,0 +1,1 @@
+../../server/deft_server/dashboard/static/draw.js
