@@ -288,7 +288,9 @@ class ClientCalls:
         """Add to an answer, or refuse one that is too long."""
         most = self.settings.limits.max_bytes
         if len(body) + len(part) > most:
-            raise MessageTooLargeError("answer", f"is longer than the {most} bytes that are taken")
+            raise MessageTooLargeError(
+                "answer", f"is longer than the {most} bytes that are allowed"
+            )
         body += part
 
     def _is_ours(self, request_id: str, reply: HttpReply) -> bool:

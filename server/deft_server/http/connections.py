@@ -218,7 +218,9 @@ class _BoundedHeaders:
 
     def on_url(self, url: bytes) -> None:
         if len(self.url) + len(url) > MAX_URL_BYTES:
-            self._refusal = _refusal("414 URI Too Long", f"at most {MAX_URL_BYTES} bytes are taken")
+            self._refusal = _refusal(
+                "414 URI Too Long", f"at most {MAX_URL_BYTES} bytes are allowed"
+            )
             raise BeyondBoundsError
         super().on_url(url)  # type: ignore[misc]
 
@@ -264,7 +266,7 @@ class _BoundedHeaders:
         most = self.bounds.settings.max_header_bytes
         self._refusal = _refusal(
             "431 Request Header Fields Too Large",
-            f"at most {MAX_HEADERS} headers and {most} bytes of them are taken",
+            f"at most {MAX_HEADERS} headers and {most} bytes of them are allowed",
         )
         raise BeyondBoundsError
 

@@ -297,7 +297,7 @@ class BoundedBody:
         self._num_bytes += num_bytes
         self._exchange.hold(num_bytes)
         if self._num_bytes > self._max_bytes:
-            raise BodyTooLargeError(f"over the {self._max_bytes} bytes that are taken here")
+            raise BodyTooLargeError(f"over the {self._max_bytes} bytes that are allowed here")
 
 
 class BoundedMessages:
@@ -333,4 +333,4 @@ def check_length(content_length: bytes, most: int) -> None:
     """Refuse a body by what its header says, which may be digits without number."""
     digits = content_length.lstrip(b"0")
     if digits.isdigit() and (len(digits) > len(str(most)) or int(digits) > most):
-        raise BodyTooLargeError(f"{digits[:20].decode()} bytes; at most {most} are taken here")
+        raise BodyTooLargeError(f"{digits[:20].decode()} bytes; at most {most} are allowed here")
