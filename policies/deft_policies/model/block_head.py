@@ -126,11 +126,11 @@ class BlockHead(nn.Module):
         positions before its own token, and itself. Returns [row, block, place, width].
         """
         num_rows, num_blocks = anchors.shape
-        positions, sizes = self.sizes.positions, self.sizes.backbone
+        places, sizes = self.sizes.places, self.sizes.backbone
         fused = self.context(states)
         known = torch.arange(states.shape[1], device=states.device).expand(num_rows, -1)
-        hidden = self.block(embeds.flatten(0, 1)).view(num_rows, num_blocks * positions, -1)
-        positions = anchors[:, :, None] + torch.arange(positions, device=anchors.device)
+        hidden = self.block(embeds.flatten(0, 1)).view(num_rows, num_blocks * places, -1)
+        positions = anchors[:, :, None] + torch.arange(places, device=anchors.device)
         positions = positions.flatten(1).clamp(max=sizes.max_positions - 1)
         sees = self._sees(known, anchors)
         cos, sin = self.rotary(positions, hidden)
@@ -153,14 +153,14 @@ class BlockHead(nn.Module):
             hidden = hidden + layer.attention.out(mixed.transpose(1, 2).flatten(2))
             hidden = hidden + layer.mlp(layer.mlp_norm(hidden))
         found: Tensor = self.norm(hidden)
-        return found.view(num_rows, num_blocks, positions, -1)
+        return found.view(num_rows, num_blocks, places, -1)
 
     def _sees(self, known: Tensor, anchors: Tensor) -> Tensor:
         """Who sees what, [row, block * place, position + block * place]."""
-        positions = self.sizes.positions
+        places = self.sizes.places
         committed = known[:, None] < anchors[:, :, None]
-        committed = committed.repeat_interleave(positions, dim=1)
-        block = torch.arange(anchors.shape[1] * positions, device=anchors.device) // positions
+        committed = committed.repeat_interleave(places, dim=1)
+        block = torch.arange(anchors.shape[1] * places, device=anchors.device) // places
         in_block = (block[:, None] == block).expand(len(anchors), -1, -1)
         return torch.cat((committed, in_block), dim=2)
 
@@ -174,7 +174,7 @@ class BlockHead(nn.Module):
     def follow(self, ahead: Tensor, depth: int, tokens: Tensor) -> Tensor:
         """Log-probabilities of what follows nodes of a depth, [row, node, token].
 
-        `ahead` [row, place, token] are logits of the block's positions.
+        `ahead` [row, place, token] are logits of the block's places.
         """
         after: Tensor = self.markov(self.previous_embeds(tokens))
         return (ahead[:, depth, None] + after.float()).log_softmax(dim=-1)

@@ -37,7 +37,7 @@ from deft_policies.decoding.clock import StageClock
 from deft_policies.decoding.drafts import DraftSource
 from deft_policies.decoding.engine import Engine
 from deft_policies.decoding.kinds import source_kinds
-from deft_policies.decoding.methods import find_method, method_names
+from deft_policies.decoding.methods import find_method, method_names, presets
 from deft_policies.decoding.plan import TreeShape
 from deft_policies.decoding.plugins import broken_plugins, find_plugins, load_rule
 from deft_policies.decoding.sequence import AnswerSpec
@@ -715,6 +715,10 @@ def test_a_tree_of_too_many_paths_is_refused_before_it_is_built(tree):
         TreeShape.template(10**6, 10**6)
     with pytest.raises(ValueError, match="256"):
         TreeShape.branches(10**6, 10**6)
+
+
+def test_a_preset_is_parsed_once() -> None:
+    assert all(find_method(name) is find_method(name) for name in presets())
 
 
 def test_a_knob_that_is_given_twice_is_refused():

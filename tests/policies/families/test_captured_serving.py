@@ -169,7 +169,7 @@ def test_a_prompt_that_the_reserve_does_not_hold_is_refused() -> None:
     black, options = np.zeros((28, 28, 3), np.uint8), ActOptions(statistics_key="first")
     longest, longer = (Observation(black, "word " * one) for one in (number, number + 1))
     policy.check(longest, options)
-    with pytest.raises(RequestError, match=f"at most {most} fit beside the image"):
+    with pytest.raises(RequestError, match=f"at most {most} fit with the image"):
         policy.check(longer, options)
     request = PolicyRequest(longest, options=replace(options, want_trace=True))
     (found,), (plain,) = (one.act([request]) for one in (policy, policy_on(StepRunner())))

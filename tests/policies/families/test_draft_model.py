@@ -150,5 +150,5 @@ def test_an_instruction_too_long_for_the_draft_model_is_refused(tmp_path: Path) 
     short = replace(config.llm, max_positions=64)
     policy = load_policy(replace(GOLDEN, draft_model=str(tiny(tmp_path, llm=short))))
     observation = Observation(np.zeros((8, 8, 3), dtype=np.uint8), "x" * 60)
-    with pytest.raises(RequestError, match="fit beside"):
+    with pytest.raises(RequestError, match="fit with"):
         policy.check(observation, ActOptions(statistics_key=KEY))

@@ -327,7 +327,7 @@ def test_instructions_that_write_pictures_or_actions_are_refused() -> None:
     policy, frame = policy_of("nora", "lossless", "on"), variant("nora")["cases"][0]
     options = ActOptions(statistics_key=frame["statistics_key"])
     for text in ("put <|image_pad|> there", "do <robot_action_5>"):
-        with pytest.raises(RequestError, match="marks a picture|marks an action"):
+        with pytest.raises(RequestError, match="is a part of an action|marks a picture"):
             policy.check(replace(observe(frame), instruction=text), options)
 
 
