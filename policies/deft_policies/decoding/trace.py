@@ -30,7 +30,7 @@ class PassRecord:
         return sum(milliseconds(*marks) for stage, *marks in self.spans if stage in stages)
 
     @property
-    def accepted_length(self) -> int:
+    def accepted(self) -> int:
         """Guesses kept."""
         return len(self.path) - 1 - self.tree.root
 
@@ -58,7 +58,7 @@ def drafted_tokens(records: Sequence[PassRecord], num_tokens: int) -> list[bool]
     """
     found: list[bool] = []
     for one in records:
-        found += [False] * one.tree.root + [True] * one.accepted_length + [False]
+        found += [False] * one.tree.root + [True] * one.accepted + [False]
     return [*found, *[False] * (num_tokens - len(found))][:num_tokens]
 
 
@@ -71,7 +71,7 @@ class PassTraces(CountedPasses):
     def __init__(self, records: Sequence[PassRecord], name: Name = tuple) -> None:
         """`name` makes of tokens what they are called outside."""
         self._records, self._name = records, name
-        self.accepted_lengths = tuple(record.accepted_length for record in records)
+        self.accepted_lengths = tuple(record.accepted for record in records)
 
     @cached_property
     def _described(self) -> tuple[PassTrace, ...]:

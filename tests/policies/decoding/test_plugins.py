@@ -140,6 +140,9 @@ def test_the_page_names_what_rules_and_sources_are_given() -> None:
                 operator.attrgetter(name)(value)
                 checked += 1
     assert checked >= 18
+    of_last = page.split("| `last` |")[1].split("\n")[0]
+    for name in re.findall(r"`(\w+)`", of_last):
+        getattr(answer.last, name)
     for line in (
         page.split("| kind | what `accepts` is given |")[1].split("\n\n")[0].splitlines()[2:]
     ):

@@ -62,7 +62,7 @@ def test_committed_tokens_before_the_root_are_no_part_of_a_trace() -> None:
     assert record.describe(tuple) == PassTrace(
         False, (5, 6), (-1, 0), ("", "head"), (6, 7), (1,), 7
     )
-    assert record.accepted_length == 1
+    assert record.accepted == 1
 
 
 def test_drafted_tokens_are_known_beside_those_that_a_grammar_forced() -> None:

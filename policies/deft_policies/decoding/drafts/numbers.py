@@ -94,7 +94,7 @@ class PreviousNumbers(DraftSource):
             return []
         # Few guesses are accepted at a time, or many: where some just were, twice as many are
         # tried.
-        just = 0 if sequence.last is None else sequence.last.accepted_length
+        just = 0 if sequence.last is None else sequence.last.accepted
         width = min(self._widest, max(self._width(sequence), 2 * just)) - 1
         last = split_numbers(sequence.memory.answer)
         in_row = sequence.spec.numbers_in_row
