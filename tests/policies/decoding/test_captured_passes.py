@@ -5,16 +5,18 @@ so that what a pass read of the host is frozen, and what has moved since is an e
 """
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 
-from deft_policies.decoding.captured import shapes_of
+from deft_policies.decoding.captured import NARROW, CapturedPasses, shapes_of
 from deft_policies.decoding.drafts.captured_head import steps_of
 from deft_policies.decoding.engine import Engine
 from deft_policies.decoding.methods import Method, find_method
 from deft_policies.decoding.sequence import Sequence as Answer
+from deft_policies.decoding.target import PassRow
 from deft_policies.memory import SessionMemory
 from tests.policies.decoding.captures import (
     FORM,
@@ -66,6 +68,32 @@ def test_any_methods_share_the_captured_passes(captured: Captured, plain: Engine
     methods = [find_method(name) for name in MIXED]
     assert play(captured.engine, methods) == play(plain, methods)
     captured.check_nothing_was_captured_since()
+
+
+def test_a_round_has_at_most_two_passes(
+    captured: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A narrow one and a wide one, for seven methods and a text."""
+    rounds: list[list[int]] = []
+    run_passes, run_pass = CapturedPasses.run_passes, CapturedPasses._run_pass
+
+    def noted_round(self: CapturedPasses, rows: Sequence[PassRow]) -> list[int]:
+        rounds.append([])
+        return run_passes(self, rows)
+
+    def noted_pass(self: CapturedPasses, rows: Sequence[PassRow], width: int, at: int) -> None:
+        rounds[-1].append(width)
+        run_pass(self, rows, width, at)
+
+    monkeypatch.setattr(CapturedPasses, "run_passes", noted_round)
+    monkeypatch.setattr(CapturedPasses, "_run_pass", noted_pass)
+    rows = [Answer(find_method(name), FORM) for name in MIXED[:7]]
+    rows.append(Answer(find_method("lossless"), TEXT, SessionMemory(answer=(7,) * 10)))
+    with torch.inference_mode():
+        captured.engine.decode(prompts_of(PROMPTS, 0), rows, clock())
+    assert max(map(len, rounds)) == 2
+    assert all(width <= NARROW for widths in rounds for width in widths[:-1])
+    assert len(rounds) == max(row.num_passes for row in rows) - 1  # one for all, behind prefills
 
 
 def test_an_answer_among_others_is_the_answer_alone(captured: Captured) -> None:
