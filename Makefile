@@ -67,11 +67,11 @@ test: $(INSTALLED)
 
 # Stand-ins are what the tests run on, so that they pass without LIBERO's own assets.
 test-all: $(INSTALLED) $(SIMULATOR)
-	DEFT_DRAWS=$${DEFT_DRAWS:-4} $(PYTEST) $(PYTEST_FLAGS)
+	DEFT_DRAWS=$${DEFT_DRAWS:-2} $(PYTEST) $(PYTEST_FLAGS)
 
 # Tests that failed in the last run, one after the other. Fails where none is known to have failed.
 test-again: $(INSTALLED) $(SIMULATOR)
-	DEFT_DRAWS=$${DEFT_DRAWS:-4} $(BIN)/pytest --last-failed --last-failed-no-failures none -rA $(PYTEST_FLAGS)
+	DEFT_DRAWS=$${DEFT_DRAWS:-2} $(BIN)/pytest --last-failed --last-failed-no-failures none -rA $(PYTEST_FLAGS)
 
 # In an environment with everything nothing is installed for these two, in an empty one no torch.
 test-client: $(or $(wildcard $(INSTALLED)),$(LIGHT))

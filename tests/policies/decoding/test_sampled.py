@@ -30,6 +30,7 @@ from deft_policies.methods import ratio_test as testing
 from deft_policies.methods.ratio_test import ratio_test
 from deft_policies.model.draft_heads import EagleHead, head_sizes
 from deft_policies.model.llama import LlamaDecoder, first_layers
+from tests.draws import draws
 from tests.policies.decoding.scripts import Decoding, Session, tokens_of
 from tests.tiny_target import (
     LENGTH,
@@ -353,14 +354,14 @@ def exact_odds(
     return [first, first @ second, joint @ third]
 
 
-@pytest.mark.timeout(900)  # four thousand actions, on a machine that may do other work
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [(kinds.HEAD, TREE), (kinds.SMALL_MODEL, TreeShape.chain(3))],
     ids=["head, trees", "small model, chains"],
 )
 def test_drawn_drafts_keep_the_odds_of_whole_actions(kind: str, shape: TreeShape) -> None:
-    """4,000 actions with drafts that are drawn, over several passes, bonus tokens included."""
+    """Actions with drafts that are drawn, over several passes, bonus tokens included."""
+    num_actions = min(draws(1_000), NUM_DRAWS)
     decoder, temperature = tiny_decoder(), 3.0
     target = fast_target(decoder)
     torch.manual_seed(0)
@@ -371,17 +372,17 @@ def test_drawn_drafts_keep_the_odds_of_whole_actions(kind: str, shape: TreeShape
     (one,) = random_prompts(decoder, [3])
     prompts = [one] * NUM_ROWS
     spec, found, kept = AnswerSpec.action(ActionSpace.in_bins(SHORT)), [], 0
-    for batch in range(NUM_DRAWS // NUM_ROWS):
+    for batch in range(num_actions // NUM_ROWS):
         numbers = range(batch * NUM_ROWS, (batch + 1) * NUM_ROWS)
         memories = [SessionMemory(num_draws=number) for number in numbers]
         traces = drawn.decode(prompts, Session(memories, spec))
         found += tokens_of(traces)
         kept += sum(sum(trace.accepted_lengths) for trace in traces)
-    assert 0.1 < kept / NUM_DRAWS < 1.9  # some stand and some fall
+    assert 0.1 < kept / num_actions < 1.9  # some stand and some fall
     counts = torch.tensor(found)
     for place, odds in enumerate(exact_odds(decoder, one.embeds, temperature)):
         tokens = torch.bincount(counts[:, place], minlength=len(odds)).double()
-        rare = odds * NUM_DRAWS < 8
+        rare = odds * num_actions < 8
         folded = [torch.cat((x[~rare], x[rare].sum()[None])) for x in (tokens, odds)]
         # The 99.9% quantile of chi-square lies below this for 10 to 80 degrees of freedom.
         degrees = len(folded[1]) - 1

@@ -15,6 +15,7 @@ from deft_policies.model.kernels.launch import NARROW
 from deft_policies.model.llama import RMSNorm, rotate_
 from deft_policies.model.quantization import Fp8Linear, Matrix
 from deft_policies.model.sizes import LlamaSizes
+from tests.draws import IS_NIGHT, pairwise
 from tests.triton_twins import Counted
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -156,9 +157,18 @@ BRANCHING = (-1, 0, 0, 1, 2, 3, 3, 5, 0)
 WIDE = (-1, *(node // 2 for node in range(69)))  # two words of ancestors
 
 
-@pytest.mark.parametrize("dtype", PRODUCT_FORMATS)
+TREES = [(4, (-1,)), (1, CHAIN_OF_8), (4, BRANCHING), (1, WIDE)]  # of heads, of nodes
+# The interpreter takes six seconds for the wide one: in one format, and in both every night.
+WIDE_FORMATS = PRODUCT_FORMATS if IS_NIGHT else PRODUCT_FORMATS[1:]
+
+
 @pytest.mark.parametrize(
-    ("num_kv_heads", "parents"), [(4, (-1,)), (1, CHAIN_OF_8), (4, BRANCHING), (1, WIDE)]
+    ("dtype", "num_kv_heads", "parents"),
+    [
+        (dtype, *tree)
+        for tree in TREES
+        for dtype in (WIDE_FORMATS if tree[1] is WIDE else PRODUCT_FORMATS)
+    ],
 )
 def test_nodes_attend_to_what_is_before_the_root_and_to_their_ancestors(
     dtype: torch.dtype, num_kv_heads: int, parents: tuple[int, ...]
@@ -176,9 +186,9 @@ def test_nodes_attend_to_what_is_before_the_root_and_to_their_ancestors(
     assert counted.launched == ["attend"]
 
 
-@pytest.mark.parametrize("dtype", PRODUCT_FORMATS)
-@pytest.mark.parametrize("two_way", [0, 40])
-@pytest.mark.parametrize("num_prompt", [50, 64])
+@pytest.mark.parametrize(
+    ("dtype", "two_way", "num_prompt"), pairwise(PRODUCT_FORMATS, [0, 40], [50, 64])
+)
 def test_a_prompt_with_guesses(dtype: torch.dtype, two_way: int, num_prompt: int) -> None:
     """Padding behind the guesses sees whatever it likes."""
     heads, num_tokens = head_sizes(2), 80
@@ -236,9 +246,10 @@ def test_a_row_without_an_answer_attends_to_nothing() -> None:
     assert not found[1].any()
 
 
-@pytest.mark.parametrize("dtype", PRODUCT_FORMATS)
-@pytest.mark.parametrize("num_rows", [1, 60, 130])  # by all the tiles there are
-@pytest.mark.parametrize("num_in", [64, 136])
+@pytest.mark.parametrize(
+    ("dtype", "num_rows", "num_in"),
+    pairwise(PRODUCT_FORMATS, [1, 60, 130], [64, 136]),  # by all the tiles there are
+)
 def test_a_product_with_a_bias_or_what_is_there_already(
     dtype: torch.dtype, num_rows: int, num_in: int
 ) -> None:
@@ -267,9 +278,9 @@ def test_gate_and_up_are_multiplied_and_opened_in_one_launch(num_rows: int, num_
     assert len(counted.launched) == (1 if num_rows <= NARROW else 2)
 
 
-@pytest.mark.parametrize("num_rows", [1, 5, NARROW + 1])
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("head_dim", [16, 24])
+@pytest.mark.parametrize(
+    ("num_rows", "has_bias", "head_dim"), pairwise([1, 5, NARROW + 1], [False, True], [16, 24])
+)
 def test_queries_keys_and_values_are_multiplied_and_rotated_in_one_launch(
     num_rows: int, has_bias: bool, head_dim: int
 ) -> None:

@@ -25,6 +25,7 @@ from scripts.bench.gpu.asking import LINES, Row
 from scripts.bench.gpu.setting import SIZES, Setting, reserve_of
 from scripts.bench.gpu_run import QUESTIONS, main
 from scripts.bit_equality import find_difference
+from tests.draws import IS_NIGHT
 from tests.fake_graphs import RecordingCapturer
 from tests.repository import ROOT
 from tests.scripts.bench.planned_memory import META, PlannedSetting, most_bytes, random_head
@@ -81,6 +82,7 @@ def test_budgets_leave_time_for_all_but_the_last_question() -> None:
     assert sum(seconds for _, seconds, _ in most) <= 480
 
 
+@pytest.mark.skipif(not IS_NIGHT, reason="plans minutes of a GPU in half a minute: every night")
 def test_questions_about_the_7b_fit_a_card_of_80_gb(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

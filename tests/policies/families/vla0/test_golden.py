@@ -29,7 +29,7 @@ from deft_policies.families.policy import VlaPolicy
 from deft_policies.families.vla0.model import RepetitionPenalty, Vla0
 from deft_policies.memory import SessionMemory
 from deft_policies.model.formats import Precision, Quantization
-from tests.draws import draws
+from tests.draws import draws, some
 from tests.golden_vla0 import GOLDEN, VARIANTS, cameras, variant
 
 MOST_PASSES = {"tied": 40, "untied": 28}  # of a later frame, on average
@@ -143,7 +143,7 @@ def check_plain(name: str) -> None:
     for answered, frame in zip(answers(policy, cases), cases, strict=True):
         check(answered, frame)
         assert answered["passes"] == len(frame["generated_ids"])
-    for session in variant(name)["sessions"]:
+    for session in some(variant(name)["sessions"], 1):  # a pass for every token takes long
         frames = session["frames"]
         for answered, frame in zip(
             answers(policy, frames, session["instruction"]), frames, strict=True
