@@ -29,8 +29,15 @@ if find_spec("hypothesis") is not None:
     settings.load_profile("fixed")
 
 
+# Single tests of these modules run many programs. At the end of a run they would keep one worker
+# busy while the others have nothing left to do.
+LONG = {"test_compile_kernels.py", "test_documents.py", "test_first_hours.py", "test_gpu_run.py"}
+LONG |= {"test_imports.py", "test_ray_workers.py", "test_wheels.py"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests of the simulator where it is missing or cannot draw, and say why."""
+    """Long tests first. Skip those of the simulator where it is missing or cannot draw: say why."""
+    items.sort(key=lambda item: item.path.name not in LONG)
     simulated = [item for item in items if item.get_closest_marker("libero")]
     reason = why_not_simulated() if simulated else None
     if reason is not None:

@@ -58,7 +58,7 @@ def peer_python(home: Path, packages: tuple[str, ...], with_torch: bool = False)
         if not marker.exists() or marker.read_text() != wanted:
             subprocess.run([sys.executable, "-m", "venv", "--clear", str(home)], check=True)
             pip = [str(interpreter), "-m", "pip", "--disable-pip-version-check", "install"]
-            flags = ["--quiet", "--no-deps", "--ignore-requires-python"]
+            flags = ["--quiet", "--no-deps", "--no-compile", "--ignore-requires-python"]
             subprocess.run([*pip, *flags, *packages], check=True)
             (site,) = home.glob("lib/python*/site-packages")
             if with_torch:
