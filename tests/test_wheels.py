@@ -139,4 +139,4 @@ def serving(deft: Path, folder: Path, environment: Mapping[str, str]) -> Iterato
         yield url
     finally:
         server.terminate()
-        server.wait(30)
+        server.wait(120)

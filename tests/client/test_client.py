@@ -286,7 +286,7 @@ def test_a_server_in_its_first_moments_says_what_clients_wait_for():
     let_go = threading.Event()
 
     def load():
-        assert let_go.wait(20)
+        assert let_go.wait(120)
         return FakePolicy()
 
     with running(create_app(load)) as address:

@@ -17,7 +17,7 @@ from deft_core.wire import codec
 from tests.core.samples import frame
 from tests.standins.policy_server import streaming
 
-SETTINGS = ClientSettings(timeouts=Timeouts(answer_s=10))
+SETTINGS = ClientSettings(timeouts=Timeouts(answer_s=60))
 NUM_FRAMES = 40
 
 

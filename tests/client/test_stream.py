@@ -22,7 +22,7 @@ from tests.core.samples import full_answer, full_message
 from tests.standins.policy_server import ANSWER, PING, repeating_id, streaming
 
 OBSERVATION = full_message().observation
-SETTINGS = ClientSettings(retries=Retries(first_pause_s=0.0), timeouts=Timeouts(answer_s=5))
+SETTINGS = ClientSettings(retries=Retries(first_pause_s=0.0), timeouts=Timeouts(answer_s=60))
 
 
 UNASKED = ActionChunk(np.full((1, 3), 9.0))
@@ -107,7 +107,7 @@ def test_half_an_answer_nobody_asked_for_is_refused_with_the_rest_of_it():
         connection.sendall(b"\x82\x7e" + len(answer).to_bytes(2, "big") + answer + b"\x82")
         connection.recv(65536)
         connection.sendall(b"\x7e" + len(unasked).to_bytes(2, "big") + unasked)
-        server.let_go.wait(5)
+        server.let_go.wait(120)
 
     with holding_up(halving) as server:
         answers = act(server.url, times=2)

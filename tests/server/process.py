@@ -37,7 +37,7 @@ class ServerProcess:
         self._reader.start()
         assert self._is_listening.wait(START_S), "\n".join(self.log)
         self.url = re.findall(r"https?://127\.0\.0\.1:\d+", "\n".join(self.log))[0]
-        self.http = httpx.Client(base_url=self.url, timeout=30)
+        self.http = httpx.Client(base_url=self.url, timeout=120)
         self.port = int(self.url.rsplit(":", 1)[1])
 
     def _read(self) -> None:

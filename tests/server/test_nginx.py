@@ -177,7 +177,7 @@ def answers_of(port: int, robot: int) -> list[float]:
     """
     body = packed(observation=frame(fill=robot))
     answers = []
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
         for _ in range(FRAMES):
             response = client.post("/v1/act", content=body, headers=MSGPACK)
             assert response.status_code == 200

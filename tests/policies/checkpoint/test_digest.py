@@ -52,7 +52,7 @@ def test_a_command_that_fails_while_it_loads_gives_up_hashing(
 
     def digest(folders: object, unwanted: Event) -> str:
         given.append(unwanted)
-        assert unwanted.wait(20), "nobody gave it up"
+        assert unwanted.wait(120), "nobody gave it up"
         return ""
 
     def fail(*given: object) -> None:

@@ -401,7 +401,7 @@ class Source(DraftSource):
     def __init__(self, target):
         MADE.append((threading.current_thread().name, torch.is_inference_mode_enabled()))
         BEGUN.set()
-        assert GOES_ON.wait(20), "nobody let it go on"
+        assert GOES_ON.wait(120), "nobody let it go on"
         if FAILS:
             raise RuntimeError("no weights today")
 
@@ -464,7 +464,7 @@ def test_a_server_answers_others_while_a_source_is_made(place: Path) -> None:
     with client_of(create_app(policy)) as client, ThreadPoolExecutor(1) as caller:
         body = packed(SLOW, asked().observation)
         answer = caller.submit(client.post, "/v1/act", content=body, headers=MSGPACK)
-        assert slow.BEGUN.wait(20)
+        assert slow.BEGUN.wait(120)
         assert client.get("/healthz").status_code == 200
         slow.GOES_ON.set()
         assert answer.result().status_code == 200
@@ -650,7 +650,7 @@ def test_report_and_dashboard_show_a_plugin_with_its_parameters(tmp_path: Path) 
             info = httpx.get(url + "/v1/info").json()
     finally:
         server.terminate()
-        server.communicate(timeout=30)
+        server.communicate(timeout=120)
     text = "steady:limit=6,drafts=previous+middle"
     assert text in played.stdout
     runs = [json.loads(path.read_text()) for path in (tmp_path / "out").glob("*/run.json")]
@@ -673,7 +673,7 @@ def watching(url: str) -> Iterator[set[tuple[str, str]]]:
     seen: set[tuple[str, str]] = set()
     with connect(url.replace("http", "ws") + "/dashboard/feed") as feed:
         feed.send("{}")
-        feed.recv(timeout=30)  # from now on the dashboard listens
+        feed.recv(timeout=120)  # from now on the dashboard listens
 
         def follow() -> None:
             for news in feed:

@@ -16,7 +16,7 @@ def test_a_server_that_ends_too_early_is_quoted(capfd: pytest.CaptureFixture[str
         assert client.info().action_dim == 7
         (server,) = set(psutil.Process().children()).difference(before)
         server.send_signal(signal.SIGTERM)
-        server.wait(30)
+        server.wait(120)
         with pytest.raises(TransportError):
             client.ping()
     told = capfd.readouterr().err

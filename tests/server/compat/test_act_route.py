@@ -135,7 +135,7 @@ def test_a_legacy_frame_waits_where_others_are_told_to_try_again() -> None:
         assert client.post("/act", content=body, headers=PROBLEM).status_code == 429
         assert policy.gate is not None
         policy.gate.set()
-        answers = [one.result(10).content for one in waiting]
+        answers = [one.result(120).content for one in waiting]
     assert len(policy.seen) == 4
     assert b'"error"' not in answers
     finished = [one for one in published if isinstance(one, FinishedAction)]

@@ -302,7 +302,7 @@ def test_both_clients_may_come_before_the_policy_is_loaded() -> None:
     gate = threading.Event()
 
     def load() -> ThreeDatasets:
-        gate.wait(10)
+        gate.wait(120)
         return ThreeDatasets()
 
     with client_of(build_app(load)) as client, client.websocket_connect("/") as socket:  # type: ignore[arg-type]
@@ -342,7 +342,7 @@ def test_a_slow_policy_does_not_cost_the_connection(policy: ThreeDatasets) -> No
 
 
 def until(condition: Callable[[], bool]) -> None:
-    for _ in range(1000):
+    for _ in range(20_000):
         if condition():
             return
         time.sleep(0.005)

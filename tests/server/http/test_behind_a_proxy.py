@@ -108,7 +108,7 @@ def test_requests_whose_bodies_do_not_come_are_connections_too(server: ServerPro
     )
     with ExitStack() as held:
         for _ in range(CONNECTIONS):
-            caller = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+            caller = socket.create_connection(("127.0.0.1", server.port), timeout=120)
             held.enter_context(caller).sendall(head)
         # Until the first refusal: a hundred may take longer than bodies may take to come.
         statuses: list[int] = []

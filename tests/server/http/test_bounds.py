@@ -40,7 +40,7 @@ def server() -> Iterator[ServerProcess]:
 
 
 def connect(server: ServerProcess) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", server.port), timeout=20)
+    return socket.create_connection(("127.0.0.1", server.port), timeout=120)
 
 
 def cut_off(server: ServerProcess, head: bytes, again: bytes = b"") -> tuple[bytes, int]:

@@ -36,7 +36,7 @@ def trusting(pair: tuple[Path, Path], has_own: bool) -> ssl.SSLContext:
 
 
 def test_frames_travel_over_tls(server: ServerProcess, pair: tuple[Path, Path]):
-    with httpx.Client(base_url=server.url, verify=trusting(pair, True), timeout=20) as client:
+    with httpx.Client(base_url=server.url, verify=trusting(pair, True), timeout=120) as client:
         for _ in range(500):  # the policy may still be loading
             if client.get("/readyz").status_code == 200:
                 break
@@ -47,7 +47,7 @@ def test_a_client_without_a_certificate_is_not_let_in(
     server: ServerProcess, pair: tuple[Path, Path]
 ):
     with (
-        httpx.Client(base_url=server.url, verify=trusting(pair, False), timeout=20) as client,
+        httpx.Client(base_url=server.url, verify=trusting(pair, False), timeout=120) as client,
         pytest.raises(httpx.TransportError),
     ):
         client.get("/healthz")
@@ -55,4 +55,4 @@ def test_a_client_without_a_certificate_is_not_let_in(
 
 def test_plain_http_is_not_spoken(server: ServerProcess):
     with pytest.raises(httpx.TransportError):
-        httpx.get(server.url.replace("https", "http") + "/healthz", timeout=20)
+        httpx.get(server.url.replace("https", "http") + "/healthz", timeout=120)

@@ -55,21 +55,21 @@ class Server:
         return self.registry.get_sample_value(name, labels) or 0.0
 
     def wait_for_steps(self, steps: int) -> None:
-        for _ in range(2000):
+        for _ in range(20_000):
             if self.recording.status.steps >= steps:
                 return
             time.sleep(0.005)
         raise AssertionError("the steps were not written")
 
     def wait_for_dropped(self, steps: int) -> None:
-        for _ in range(2000):
+        for _ in range(20_000):
             if self.metric("deft_recording_dropped_steps_total") >= steps:
                 return
             time.sleep(0.005)
         raise AssertionError("the steps were not left out")
 
     def wait_until_off(self) -> None:
-        for _ in range(500):
+        for _ in range(20_000):
             if not self.recording.status.is_on:
                 return
             time.sleep(0.005)
@@ -206,7 +206,7 @@ class StuckFiles(EpisodeFiles):
     let = threading.Event()
 
     def write(self, key: SessionKey, step: RecordedStep, wall_s: float) -> None:
-        assert self.let.wait(20)
+        assert self.let.wait(120)
         super().write(key, step, wall_s)
 
 
