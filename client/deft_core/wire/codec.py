@@ -146,7 +146,7 @@ def _parse_one(data: bytes | Raw, wire_format: WireFormat, limits: WireLimits) -
     # Pictures first: base64 takes msgspec ten times as long as the library for it.
     try:
         entries: object = decode(data, object, wire_format, limits)
-    except UnusableValueError:  # a number too long for any field: the types know which it is
+    except (MalformedMessageError, UnusableValueError):  # the types know more of what is wrong
         return decode(data, ActRequest, wire_format, limits)
     if isinstance(entries, dict):
         cameras = entries.get("cameras")
