@@ -1,9 +1,10 @@
 """A GPU's passes: fixed shapes over memory that never moves, captured once and replayed.
 
-Only passes and prefills are captured, by (rows, width) and by (prompt length, riders). All of them
-read one set of numbers and write one set of scores, sized for the largest. Row r of a pass is slot
-r of the cache; rows without an answer, and those that sit a round out, write behind the last
-position that an answer can have.
+Only passes and prefills are captured: passes by (rows, width), prefills by (prompt length, riders).
+Riders are guesses that are scored with the prompt, behind its last token. All captures read one
+buffer of numbers and write one set of scores, sized for the largest. Row r of a pass is slot r of
+the cache; rows without an answer in this round write behind the last position that an answer can
+have.
 
 Answers whose trees have at most 8 nodes share a pass, whatever their methods; wider ones share
 another. So a round has two passes at most.
@@ -11,10 +12,10 @@ another. So a round has two passes at most.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -61,7 +62,7 @@ assert WIDTHS[-1] <= MOST_DEEP
 
 
 def bucket(width: int, widths: Items[int] = WIDTHS) -> int:
-    """The captured width that one of so many nodes is padded to."""
+    """The captured width that a tree of `width` nodes is padded to."""
     return next(captured for captured in widths if captured >= width)
 
 
@@ -160,7 +161,7 @@ def words_of(width: int) -> int:
 
 @dataclass(frozen=True)
 class _Rows:
-    """What the host has said of the rows of a pass, on the device."""
+    """What the host has uploaded about the rows of a pass, on the device."""
 
     numbers: Tensor  # [row, ..]
     width: int  # nodes of a row
@@ -207,6 +208,7 @@ class CapturedPasses:
         self._decoder, self._passes, self._runner, self._logits = decoder, passes, runner, logits
         self.layout = layout = Layout(runner.reserve, widest, num_tokens)
         self.reserve, self.widest = runner.reserve, bucket(widest)
+        self.keeps_hidden = False  # whether every prefill keeps the hidden states of its prompt
         self.cache, self.num_slots = cache, layout.num_slots
         self._longest = layout.longest
         cache.fix(self.num_slots, layout.num_positions, self)
@@ -262,7 +264,7 @@ class CapturedPasses:
                 _encode(numbers[slot], header, row.tree, width)
         self._upload(numbers)
         key = Shape(num_rows, width)
-        self._runner.run((self, key, at), lambda: self._pass(num_rows, width, at), ())
+        self._runner.run((self, key, at), partial(self._pass, num_rows, width, at), ())
 
     def _blank_rows(self, num_rows: int, width: int) -> NDArray[np.int64]:
         """Rows without an answer, which write behind the longest one."""
@@ -335,10 +337,8 @@ class CapturedPasses:
         self._embeds[: prompt.length].copy_(prompt.embeds)
         keeps = row.keeps_hidden or self.keeps_hidden
         key = Shape(1, 1 + riders, length, keeps)
-        self._runner.run((self, key), lambda: self._prefill(length, riders, keeps), ())
+        self._runner.run((self, key), partial(self._prefill, length, riders, keeps), ())
         return self.prompt[: prompt.length] if keeps else None
-
-    keeps_hidden = False  # whether every prefill keeps the hidden states of its prompt
 
     def _prefill(self, length: int, riders: int, keeps_hidden: bool) -> tuple[()]:
         """A prompt of up to `length` positions with its guesses."""
@@ -423,7 +423,7 @@ class CapturedPasses:
         self.sums[nodes].copy_(logits.sum(dim=1))
 
     def capture(self) -> None:
-        """Capture every pass and prefill, none of which anybody waits for."""
+        """Capture every pass and prefill, over rows without an answer."""
         shapes = shapes_of(self.reserve, self.widest, self.keeps_hidden)
         for shape in shapes:
             self._numbers.zero_()
@@ -433,24 +433,13 @@ class CapturedPasses:
                 header = (shape.length - 1, 0, shape.length, 0, 0)
                 _encode(numbers, header, _BLANK, shape.width)
                 self._upload(numbers)
-                key: Hashable = (self, shape)
-                length, riders, keeps = shape.length, shape.width - 1, shape.keeps_hidden
-                self._runner.run(key, _prefill_step(self, length, riders, keeps), ())
+                step = partial(self._prefill, shape.length, shape.width - 1, shape.keeps_hidden)
+                self._runner.run((self, shape), step, ())
                 continue
             self._upload(self._blank_rows(shape.rows, shape.width))
             at = 0 if shape.width <= NARROW else NARROW * self.num_slots
-            key = (self, shape, at)
-            self._runner.run(key, _pass_step(self, shape.rows, shape.width, at), ())
-
-
-def _pass_step(passes: CapturedPasses, rows: int, width: int, at: int) -> Callable[[], tuple[()]]:
-    return lambda: passes._pass(rows, width, at)
-
-
-def _prefill_step(
-    passes: CapturedPasses, length: int, riders: int, keeps: bool
-) -> Callable[[], tuple[()]]:
-    return lambda: passes._prefill(length, riders, keeps)
+            step = partial(self._pass, shape.rows, shape.width, at)
+            self._runner.run((self, shape, at), step, ())
 
 
 _BLANK = DraftTree.of_committed([0])

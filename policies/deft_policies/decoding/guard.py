@@ -67,7 +67,7 @@ class Guard:
         self.choice = Choice(PLAIN.name, "nothing was measured yet")
         self.has_decided = False
 
-    def measured(self, prices: Mapping[str, Price]) -> None:
+    def set_prices(self, prices: Mapping[str, Price]) -> None:
         """Take in what passes cost here, and decide."""
         self._prices = dict(prices)
         self._decide()

@@ -190,7 +190,7 @@ class Planner:
         guard = self.guards.pop(key, None)
         if guard is None:
             guard = Guard(plans, spec.max_tokens, method.name)
-            guard.measured(self.prices_of(plans))
+            guard.set_prices(self.prices_of(plans))
         self.guards[key] = guard
         if len(self.guards) > _GUARDS_KEPT:
             # Methods that callers make up push out no method that has a name of its own.

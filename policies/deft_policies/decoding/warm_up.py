@@ -78,7 +78,7 @@ def warm_up(engine: Engine, prompt: Prompt, method: Method, spec: AnswerSpec) ->
         known = planner.prices.get(plan, price)
         least = min(known.prefill_ms, price.prefill_ms), min(known.pass_ms, price.pass_ms)
         planner.prices[plan] = Price(*least)
-    guard.measured(planner.prices_of(plans))
+    guard.set_prices(planner.prices_of(plans))
 
 
 def _price_of(answers: Items[list[float]]) -> Price:

@@ -40,7 +40,7 @@ class World:
     def __post_init__(self) -> None:
         self.guard = Guard([Plan(name, (name,), (name,)) for name in self.prices], LENGTH)
         self.rng = random.Random(self.seed)
-        self.guard.measured({PLAIN.name: self.plain, **self.prices})
+        self.guard.set_prices({PLAIN.name: self.plain, **self.prices})
 
     def act(self) -> Choice:
         choice = self.guard.choose()
@@ -188,10 +188,10 @@ def test_speculation_is_off_where_plain_looks_faster(
     plain: tuple[float, float, float], plans: list[tuple[float, float, float]], seed: int
 ) -> None:
     one = world(seed, **{f"plan-{index}": costs for index, costs in enumerate(plans)})
-    one.guard.measured({PLAIN.name: Price(*plain[:2]), **one.prices})
+    one.guard.set_prices({PLAIN.name: Price(*plain[:2]), **one.prices})
     for _ in range(3 * DECIDE_EVERY):
         one.act()
-        one.guard.measured({PLAIN.name: Price(*plain[:2]), **one.prices})
+        one.guard.set_prices({PLAIN.name: Price(*plain[:2]), **one.prices})
         if (chosen := one.guard.choice.plan) != PLAIN.name:
             assert one.guard.expected_ms(chosen) < one.guard.expected_ms(PLAIN.name)
 
@@ -310,7 +310,7 @@ def test_a_decision_is_logged_and_reported(caplog: pytest.LogCaptureFixture) -> 
     guard = Guard([Plan("head", ("head",), ("head",))], LENGTH, "lossless")
     assert not guard.has_decided
     with caplog.at_level("INFO"):
-        guard.measured({"plain": Price(10.0, 2.0), "head": Price(10.0, 1.0)})
+        guard.set_prices({"plain": Price(10.0, 2.0), "head": Price(10.0, 1.0)})
     assert guard.has_decided
     reason = "expects 13.00 ms with head, 22.00 ms with plain"
     assert caplog.messages == [f"lossless drafts by plan head: {reason}"]
