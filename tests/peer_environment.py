@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.draws import some
+
 LEROBOT_VERSIONS = {
     "0.4.4": (
         "lerobot==0.4.4", "datasets==4.4.1", "huggingface-hub==0.35.3", "transformers==4.57.6",
@@ -33,7 +35,7 @@ LEROBOT_NEEDS = (
     "typing-extensions", "typing-inspect", "tzdata", "urllib3", "xxhash",
 )  # fmt: skip
 # Names the Python of an environment made as LeRobot's users make theirs, on Python 3.12 or later:
-# pip install lerobot==0.6.1 ./client ./examples/lerobot_policy_deft
+# pip install "lerobot[dataset]==0.6.1" ./client ./examples/lerobot_policy_deft
 INSTALLED_LEROBOT = "DEFT_TEST_LEROBOT"
 LEROBOT_MARKS = [
     pytest.mark.peers,
@@ -42,7 +44,8 @@ LEROBOT_MARKS = [
 UP_TO_3_12 = pytest.mark.skipif(
     sys.version_info >= (3, 13), reason="lerobot 0.4 is for Python up to 3.12"
 )
-LEROBOT_PARAMETERS = [pytest.param("0.4.4", marks=UP_TO_3_12), "0.6.1"]
+# Each is installed into an environment of its own: the older one every night.
+LEROBOT_PARAMETERS = some(["0.6.1", pytest.param("0.4.4", marks=UP_TO_3_12)], 1)
 
 
 def peer_python(home: Path, packages: tuple[str, ...], with_torch: bool = False) -> str:
