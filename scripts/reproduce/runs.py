@@ -109,7 +109,8 @@ _BESIDE = (
     Column(
         f"a loss of {100 * _LOSS:g} points is ruled out",
         _is_ruled_out,
-        "yes where that interval lies above it; no where the row is worse; else open",
+        "yes: by that interval at most so many points worse; no: worse; "
+        "open: too few episodes to tell",
     ),
     _PASSES,
 )

@@ -24,7 +24,11 @@ commit most tokens in a millisecond, here the threshold above decides. DSpark's 
 are not read: they belong to text models (Qwen3), none of which is a decoder here, and begin further
 places with the embedding of a mask token where this head has a vector of its own.
 
-Numbers: none: no block head ships.
+Numbers: docs/results/block-head/page.md. Beside the EAGLE-style head that ships with tiny-libero,
+with as many drafts, a block head commits more tokens a pass, exact and within 9 bins, as a chain
+and as a tree, and drafts in about half of the time (on a busy machine). No exact row is faster
+than plain decoding on that CPU: drafting and wider passes cost more than the passes that are
+saved. So no default drafts with a block head, and none ships.
 """
 
 from deft_policies.decoding.plan import TreeShape, plan
