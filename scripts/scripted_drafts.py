@@ -158,7 +158,7 @@ class ScriptedHead(EagleDrafts):
     def _scripted(self, sequence: Answer, grown: Guesses) -> Guesses:
         if not isinstance(grown, Branches):
             return grown
-        depth = min(sequence.shape.levels, sequence.num_missing, len(grown.tokens))
+        depth = min(sequence.shape.levels, sequence.room, len(grown.tokens))
         known: _Known = sequence.notes[_SCRIPTED]
         first, path = sequence.count, list[int]()
         for place in range(first, first + depth):

@@ -2,9 +2,12 @@
 
 `accept` is called once for each answer of a pass. Each draft is judged against the target's token
 after its parent. The rule says which drafts are accepted, and which of the accepted paths is
-committed. The target's token after that path is the bonus. An answer's last token is always a
-bonus, so no guess is committed that is deeper than what is missing, and none that is the stop
-token.
+committed. The target's token after that path is the bonus.
+
+An answer's last token is always a bonus. So no guess is committed that is deeper than the answer
+has room for, and none that is the stop token: exact methods see to it in `_longest_equal`, relaxed
+ones by `JudgedTree.within_answer`. A rule with `tokens_behind` (Spec-VLA's published loop) decodes
+tokens behind the action and throws them away; the action's own last token may then be a guess.
 
 Device rules ran before, in `read`. A new rule derives from one of the kinds in
 `acceptance.rule`, and is named in `RULES` of a file in `methods`, or by an entry point of a package
@@ -33,7 +36,7 @@ Path = list[int]  # nodes from node 0 on
 def accept(sequence: Sequence, tree: DraftTree, result: PassResult) -> tuple[Path, int]:
     """The path to commit, from node 0 on, and the bonus."""
     rule = sequence.method.rule
-    if result.chosen is not None:  # by a `ChoosingRule`, on the device: nothing is left to judge
+    if result.chosen is not None:  # on the device, as by the ratio test: nothing is left to judge
         node, bonus = result.chosen
         return tree.path_to(node), bonus
     if not tree.has_guesses or sequence.error is not None:
@@ -48,7 +51,7 @@ def accept(sequence: Sequence, tree: DraftTree, result: PassResult) -> tuple[Pat
 def _longest_equal(sequence: Sequence, tree: DraftTree, predictions: list[int]) -> int:
     """The deepest node whose path has the target's own tokens alone."""
     tokens, parents, spec = tree.tokens, tree.parents, sequence.spec
-    room, best = sequence.num_missing, tree.root
+    room, best = sequence.room, tree.root
     equal_depths = [-1] * tree.num_nodes  # depth below the root of each equal path; -1: not equal
     equal_depths[tree.root] = 0
     for node in range(tree.root + 1, tree.num_nodes):
@@ -63,7 +66,7 @@ def _longest_equal(sequence: Sequence, tree: DraftTree, predictions: list[int]) 
 
 def _chosen_path(rule: AcceptanceRule, judged: JudgedTree) -> Path:
     """The path that a relaxed rule chooses; `PolicyError` if too long or none of the tree's."""
-    path = rule.best_path(judged, may_end(rule, judged))
+    path = rule.best_path(judged, ends_allowed(rule, judged))
     tree = judged.tree
     has_room = tree.root < len(path) <= tree.root + 1 + max(judged.deepest, 0)
     if not has_room or path != tree.path_to(path[-1]):
@@ -71,8 +74,11 @@ def _chosen_path(rule: AcceptanceRule, judged: JudgedTree) -> Path:
     return path
 
 
-def may_end(rule: AcceptanceRule, judged: JudgedTree) -> list[bool]:
-    """Whether a path may end at each node, [node]. A `TreeRule` alone answers for whole paths."""
+def ends_allowed(rule: AcceptanceRule, judged: JudgedTree) -> list[bool]:
+    """Whether the committed path may end at each node, [node].
+
+    A `TreeRule` answers for whole paths itself; of other rules every node of a path is judged.
+    """
     if isinstance(rule, TreeRule):
         accepted, num_nodes = rule.accepts(judged), judged.tree.num_nodes
         if not isinstance(accepted, list) or len(accepted) != num_nodes:
@@ -84,7 +90,7 @@ def may_end(rule: AcceptanceRule, judged: JudgedTree) -> list[bool]:
 
 
 def _judge_nodes(rule: AcceptanceRule, judged: JudgedTree) -> list[bool]:
-    """Whether each node is the target's own or accepted. Below a rejected one it means nothing."""
+    """Whether each node is the target's own token, or one that the rule accepts."""
     tree, places = judged.tree, _places(judged)
     accepted = [True] * (tree.root + 1)
     paths: list[list[Guess]] = [[] for _ in accepted]
@@ -94,12 +100,13 @@ def _judge_nodes(rule: AcceptanceRule, judged: JudgedTree) -> list[bool]:
         path = [*paths[above], guess]
         paths.append(path)
         is_asked = accepted[above] and judged.is_relaxable[node]
-        accepted.append(judged.is_equal[node] or (is_asked and _accepts(rule, judged, node, path)))
+        # Below a rejected node this says nothing: `whole_paths` drops these nodes.
+        accepted.append(judged.is_equal[node] or (is_asked and _relaxes(rule, judged, node, path)))
     return accepted
 
 
-def _accepts(rule: AcceptanceRule, judged: JudgedTree, node: int, path: list[Guess]) -> bool:
-    """What the rule says of a guess that differs from the target's token."""
+def _relaxes(rule: AcceptanceRule, judged: JudgedTree, node: int, path: list[Guess]) -> bool:
+    """Whether the rule accepts a guess that differs from the target's token."""
     if isinstance(rule, LocalRule):
         return rule.accepts(*path[-1])
     if isinstance(rule, PathRule):
@@ -126,7 +133,7 @@ def judge(sequence: Sequence, tree: DraftTree, result: PassResult) -> JudgedTree
         is_equal=is_equal,
         is_relaxable=is_relaxable,
         depths=depths,
-        deepest=sequence.num_missing,
+        deepest=sequence.room,
         measured=result.measured,
         sequence=sequence,
     )

@@ -5,9 +5,12 @@ ones, and returns the finished; `cancel` removes one between two rounds. A round
 tree for each answer, scores all trees in one pass of the target, accepts a path of each tree
 (`accept`), and commits it. Plain decoding is the same round with trees that are only a root.
 
+A tree begins with a chain of committed tokens that the cache does not hold yet. Node 0 is the first
+of them, the root the last; usually there is one, which is both. Guesses follow the root.
+
 The host owns every answer (`Sequence`); the device holds weights, keys and values, by slot. Every
-answer is one row of the pass, whatever its method. On a GPU narrow and wide trees take a captured
-pass each (`captured`).
+answer is one row of the pass, whatever its method. On a GPU the target runs that pass as at most
+two captured ones, of the narrow and of the wide trees (`captured`).
 """
 
 from collections.abc import Collection
@@ -108,7 +111,7 @@ class Engine:
         A prefill is the same, with the prompts before the trees. Plain decoding on a GPU leaves its
         pass unread and launches the next one.
         """
-        clock.pop_spans()  # time before this round, as of the vision towers, is no pass's
+        clock.pop_spans()  # drop what was measured before this round, such as the vision towers
         is_ahead = self._may_run_ahead(active)
         self._catch_up(active, is_ahead)
         trees = self._draft(active)
@@ -140,7 +143,7 @@ class Engine:
             merge(
                 _pending(sequence),
                 [
-                    (source.kind, _cut(guessed[source, sequence.number], sequence.num_missing))
+                    (source.kind, _cut(guessed[source, sequence.number], sequence.room))
                     for source in _sources_of(sequence)
                 ],
                 self.planner.widest_of(sequence),
@@ -163,7 +166,7 @@ class Engine:
         this_pass.results = this_pass.reading.finish()
         columns = zip(this_pass.sequences, this_pass.rows, this_pass.results, strict=True)
         for sequence, row, result in columns:
-            if sequence.slot < 0:
+            if sequence.slot < 0:  # cancelled after this pass was launched
                 this_pass.records.append(None)
                 continue
             tree, is_prefill = row.tree, row.prompt is not None
@@ -246,7 +249,7 @@ class Engine:
         prompt = None if sequence.records else sequence.prompt
         cached = sequence.num_cached + sequence.num_unread
         is_prefill = prompt is not None
-        start = sequence.num_prompt + cached - is_prefill
+        start = sequence.num_prompt + cached - is_prefill  # of node 0
         keeps_hidden = sequence.method.rule.reads_prompts or any(
             isinstance(source, ModelSource) and source.reads_prompts
             for source in sequence.round_sources
@@ -358,7 +361,7 @@ def _accept_or_fail(
 
 
 def _sources_of(sequence: Sequence) -> list[DraftSource]:
-    """The sources of an answer's next pass; none where no guess can be committed."""
+    """The sources of an answer's next pass; none where only the last token, a bonus, is left."""
     if sequence.draft_depth <= 0:
         return []
     return sequence.round_sources if sequence.records else sequence.prefill_sources
@@ -376,10 +379,10 @@ def _needs_no_reading(sequence: Sequence) -> bool:
     """Whether the next pass of an answer can be read later: nothing is drafted or looked at."""
     is_plain = not sequence.round_sources and sequence.method.temperature == 0.0
     is_watched = sequence.wants_log_probs or sequence.grammar is not None
-    goes_on = sequence.spec.is_action and bool(sequence.records) and sequence.num_missing > 0
+    goes_on = sequence.spec.is_action and bool(sequence.records) and sequence.room > 0
     return is_plain and not is_watched and goes_on
 
 
 def _cut(guesses: Guesses, depth: int) -> Guesses:
-    """Chains no deeper than what is missing. `Branches` are left whole: `accept` bounds paths."""
+    """Chains cut to the answer's room. `Branches` stay whole: a rule's `best_path` bounds those."""
     return [chain[:depth] for chain in guesses] if isinstance(guesses, list) else guesses

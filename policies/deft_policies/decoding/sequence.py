@@ -137,14 +137,14 @@ class Sequence:
         return len(self.tokens) + self.num_unread
 
     @property
-    def num_missing(self) -> int:
-        """How deep a guess may be: the last token needs none, because it is a bonus."""
+    def room(self) -> int:
+        """How many guesses may still be committed: an answer's last token is always a bonus."""
         return self.limit - 1 - self.count
 
     @property
     def draft_depth(self) -> int:
-        """How deep a model drafts: what is missing, or all levels of a tree of full depth."""
-        return self.shape.levels if self.shape.is_full_depth else self.num_missing
+        """How deep a model drafts: to the answer's room, or all levels of a tree of full depth."""
+        return self.shape.levels if self.shape.is_full_depth else self.room
 
     @property
     def num_passes(self) -> int:

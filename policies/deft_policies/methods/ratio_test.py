@@ -76,7 +76,7 @@ def ratio_test(sequence: Sequence, tree: DraftTree, logits: Tensor) -> Tensor:
         positions = (sequence.count + depth).view(1, 1)
         coins = uniform(keys, COIN, positions, MOST_TRIES).float()[0, 0]
         coin = coins.gather(0, tries.clamp(max=MOST_TRIES - 1)[None])[0]
-        is_judged = depths[node] - tree.root <= sequence.num_missing
+        is_judged = depths[node] - tree.root <= sequence.room
         is_tried = (at == tree.parents[node]) & (tries < MOST_TRIES) & ~ended & is_judged
         accepted = is_tried & (coin * drawn_by[token] < odds[token])
         if sequence.spec.ends_with(token):

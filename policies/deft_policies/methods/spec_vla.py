@@ -12,7 +12,7 @@ action may be relaxed. Of equally long paths the first leaf's wins (`ties=first-
 code has a row for each leaf) or the one with the smallest sum of distances (`ties=closest`). Its
 own loop (`loop=published`) stops only when it has seen a token behind the action: a draft may be
 the seventh token, and where the bonus is the seventh one more pass runs. Ours (`loop=lean`) stops
-at the seventh token, whichever it is.
+at the seventh token, which is always a bonus.
 
 Left out: two slips of the published code. It gives the nodes of a head's tree wrong positions; here
 they are right, and `--draft-rope published` and `--draft-key-mask prefix-only` play published heads
@@ -56,7 +56,7 @@ class WithinIds(LocalRule):
     radius_field = "radius"
 
     def accepts(self, drafted: int, expected: int, place: int) -> bool:
-        """Near enough."""
+        """Whether the two token ids are at most `radius` apart."""
         return abs(drafted - expected) <= self.radius
 
     def may_relax(self, drafted: int, expected: int, sequence: Sequence) -> bool:
@@ -94,6 +94,7 @@ def first_leaves(tree: DraftTree) -> list[int]:
     return first
 
 
+# By name: a known method, a colon, and what is changed about it (docs/decoding.md).
 METHODS = {
     "spec-vla": "autoregressive:rule=within-ids,radius=9,plans=spec-vla,whole_vocabulary=on",
     "spec-vla-strict": "spec-vla:radius=0",

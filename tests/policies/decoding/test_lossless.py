@@ -252,7 +252,7 @@ def one_more(sequence: Answer, tree: DraftTree, found: PassResult) -> tuple[list
     child = next(
         (n for n in range(tree.root + 1, tree.num_nodes) if tree.parents[n] == path[-1]), 0
     )
-    if not child or len(path) - tree.root > sequence.num_missing:
+    if not child or len(path) - tree.root > sequence.room:
         return path, bonus
     return [*path, child], found.predictions[child]
 
@@ -272,7 +272,7 @@ def through_rejected(sequence: Answer, tree: DraftTree, found: PassResult) -> tu
         node
         for node in range(tree.root + 1, tree.num_nodes)
         if tree.tokens[node] == found.predictions[tree.parents[node]]
-        and len(tree.path_to(node)) - 1 - tree.root <= sequence.num_missing
+        and len(tree.path_to(node)) - 1 - tree.root <= sequence.room
     ]
     last = max(fine, key=lambda node: len(tree.path_to(node)), default=tree.root)
     return tree.path_to(last), found.predictions[last]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.accept import accept, judge, may_end
+from deft_policies.decoding.accept import accept, ends_allowed, judge
 from deft_policies.decoding.acceptance.rule import (
     AcceptanceRule,
     ActionSpace,
@@ -78,7 +78,7 @@ class Case:
 
     def accepts(self, rule: AcceptanceRule) -> list[bool]:
         """Which paths a rule accepts, whatever is missing of the answer, [node]."""
-        return may_end(rule, self.by(rule))
+        return ends_allowed(rule, self.by(rule))
 
     def committed(self, rule: AcceptanceRule) -> tuple[list[int], int]:
         """The path that is committed, and the bonus."""

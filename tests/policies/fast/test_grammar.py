@@ -172,7 +172,7 @@ def write(
     while not answer.is_done:
         first = not answer.records
         committed = [0] if first else answer.tokens[answer.num_cached :]
-        rest = list(draft[len(answer.tokens) :])[: answer.num_missing]
+        rest = list(draft[len(answer.tokens) :])[: answer.room]
         tree = merge(committed, [("draft", [rest] if rest else [])], 64)
         rows = []
         for node in range(tree.num_nodes):

@@ -45,7 +45,7 @@ class DraftSource(ABC):
 
     def draft_all(self, sequences: Items[Sequence]) -> list[Guesses]:
         """The guesses of several answers."""
-        return [self.draft(sequence, sequence.num_missing) for sequence in sequences]
+        return [self.draft(sequence, sequence.room) for sequence in sequences]
 
 
 class ModelSource(DraftSource):

@@ -114,7 +114,7 @@ class Twins:
 
     def draft(self) -> list[tuple[Answer, Branches, Branches]]:
         """What both sources draft for all answers to which guesses are of use."""
-        slots = sorted(slot for slot, (one, _) in self.answers.items() if one.num_missing > 0)
+        slots = sorted(slot for slot, (one, _) in self.answers.items() if one.room > 0)
         rows = [[self.answers[slot][index] for slot in slots] for index in range(2)]
         with torch.inference_mode():
             drafts = [one.draft_all(some) for one, some in zip(self.sources, rows, strict=True)]
@@ -189,7 +189,7 @@ def test_answers_join_and_leave_in_any_slots(seed: int) -> None:
         if twins.answers:
             twins.check()
         for one in twins.answers:
-            if twins.answers[one][0].num_missing > 0:  # else the engine has ended it
+            if twins.answers[one][0].room > 0:  # else the engine has ended it
                 twins.commit(one, twins.rng.randrange(3))
     twins.check_nothing_was_captured_since()
 

@@ -34,7 +34,7 @@ def ask(
 ) -> list[Chain]:
     """Chains behind what is committed, as deep as is of use."""
     answer = answer_of(memory, committed, length)
-    found = source.draft(answer, answer.num_missing)
+    found = source.draft(answer, answer.room)
     assert isinstance(found, list)
     return found
 
