@@ -153,7 +153,7 @@ def _addresses(host: str, port: int, timeout: float | None) -> list[str]:
     try:
         addresses = results.get(timeout=remaining_s(timeout, httpcore.ConnectTimeout))
     except queue.Empty:
-        raise httpcore.ConnectTimeout(f"the address of {host} was not results in time") from None
+        raise httpcore.ConnectTimeout(f"the address of {host} was not found in time") from None
     if isinstance(addresses, OSError):
         try:  # httpcore drops the cause of an error and keeps its context
             raise addresses

@@ -187,7 +187,7 @@ def _columns(baseline: str | None) -> list[Column[BenchRow]]:
         Column(
             "committed",
             _of_passes(lambda row: f"{row.committed_length:.2f}" if row.num_checked else NOTHING),
-            "tokens that a pass with drafts settles: the accepted ones and row more",
+            "tokens that a pass with drafts settles: the accepted ones and one more",
         ),
         Column(
             "equal answers",
