@@ -194,7 +194,7 @@ def _with_knob(method: Method, key: str, value: str) -> Method:
 def _with_rule_knob(method: Method, rule: AcceptanceRule, key: str, value: str) -> AcceptanceRule:
     """The rule with one of its fields changed; `inner.key` reaches into a rule that it wraps."""
     field, _, inner = key.partition(".")
-    names: list[str] = [known.name for known in fields(rule)] if is_dataclass(rule) else []
+    names: list[str] = [entry.name for entry in fields(rule)] if is_dataclass(rule) else []
     if field not in names:
         known = ", ".join((*names, *_METHOD_KNOBS, *from_files("OPTIONS")))
         raise RequestError("decoding", f"{method.name!r} has no knob {key!r}; it has: {known}")

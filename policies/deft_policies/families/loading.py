@@ -77,7 +77,7 @@ def find_family(source: CheckpointSource | None, options: ModelOptions) -> type[
             return family
         if options.family is None and family.matches(source, options):
             return family
-    names = ", ".join(names.name for names in FAMILIES)
+    names = ", ".join(entry.name for entry in FAMILIES)
     raise CheckpointError(f"unknown family {options.family!r}; known: {names}")
 
 

@@ -171,7 +171,9 @@ class Vla0(TokenModel):
             return None
         answer_ids = self.network.config.answer_ids
         prompt_tokens = set(ids)
-        seen = frozenset(token for token, token in enumerate(answer_ids) if token in prompt_tokens)
+        seen = frozenset(
+            number for number, token in enumerate(answer_ids) if token in prompt_tokens
+        )
         return RepetitionPenalty(self.run.repetition_penalty, seen)
 
     @torch.no_grad()
