@@ -91,6 +91,7 @@ class Reading:
                     slices.measured = None if measured is None else self._add(measured)
             self._slices.append(slices)
         self._numbers, self._event = torch.cat(self._parts), None
+        self._parts.clear()
         if self._numbers.is_cuda:
             on_host = torch.empty(self._size, dtype=torch.float64, pin_memory=True)
             on_host.copy_(self._numbers, non_blocking=True)

@@ -123,7 +123,7 @@ def _open_files(source: CheckpointSource, options: ModelOptions) -> Opened:
         checkpoint = replace(checkpoint, merge=towers.merge)
     statistics = source.read_statistics()
     told_by = find_file(directory, HEAD) or statistics.path
-    dims = {dims_of.action_dim for dims_of in config.statistics.values()}
+    dims = {entry.action_dim for entry in config.statistics.values()}
     dims |= set() if head is None else {head.action_dim}
     if len(dims) > 1:
         raise CheckpointError(
