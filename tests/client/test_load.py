@@ -149,7 +149,7 @@ def test_find_says_how_many_robots_are_carried(
 ) -> None:
     out = tmp_path / "found.json"
     # One frame for each robot: where a machine is slow, a second one would fall due meanwhile.
-    given = ["--find", "--robots", "3", "--rate", "1", "--seconds", "0.3"]
+    given = ["--find", "--robots", "3", "--rate", "1", "--seconds", "1.9"]
     given += ["--deadline-ms", "20000", "--json", str(out)]
     with running(create_app(FakePolicy())) as address:
         assert main(["load", f"http://{address}", *given]) == 0
