@@ -16,7 +16,7 @@ from deft_client.errors import NotReadyError, TransportError
 from deft_policies.errors import PolicyError
 
 LISTENING = re.compile(r"listening on (https?://[^\s\"]+)")
-READY_WITHIN_S = 300.0
+READY_WITHIN_S = 900.0  # beside much other work a start takes minutes
 STOPPED_WITHIN_S = 30.0
 LAST_WORDS = 20  # lines
 

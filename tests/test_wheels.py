@@ -130,7 +130,7 @@ def serving(deft: Path, folder: Path, environment: Mapping[str, str]) -> Iterato
     )
     url = f"http://127.0.0.1:{port}"
     try:
-        until_s = time.monotonic() + 120
+        until_s = time.monotonic() + 600
         while time.monotonic() < until_s and server.poll() is None:
             with suppress(httpx.HTTPError):
                 if httpx.get(f"{url}/readyz").status_code == 200:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.tools import first_hours
 
-pytestmark = pytest.mark.timeout(900)  # many commands, each a process that imports torch
+pytestmark = pytest.mark.timeout(2700)  # many commands, each a process that imports torch
 STEPS = 3
 
 
