@@ -54,6 +54,7 @@ SHORTEST_WAIT_S = 0.001  # 0 would mean not to wait at all
 # that answer is worth waiting for, as it keeps the connection.
 DEADLINE_GRACE_S = 0.05
 PROBE_S = 1.0  # between two questions whether a server is ready
+WAIT_LOGGED_EVERY_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -78,15 +79,31 @@ class HttpReply:
     headers: Mapping[str, str] = field(default_factory=dict)  # names in lower case
 
 
+class WaitLog:
+    """Logs what a client waits for: when that changes, and every ten seconds."""
+
+    def __init__(self) -> None:
+        self._logged = ""
+        self._again_at = 0.0
+
+    def note(self, reason: str) -> None:
+        """Log the reason, unless it was logged a moment ago, by this call or one before."""
+        now = time.monotonic()
+        if reason == self._logged and now < self._again_at:
+            return
+        self._logged, self._again_at = reason, now + WAIT_LOGGED_EVERY_S
+        logger.warning("waiting: %s", reason)
+
+
 class Attempts:
     """One request, sent until it is answered or it is no use asking again."""
 
-    def __init__(self, request: HttpRequest, retries: Retries) -> None:
+    def __init__(self, request: HttpRequest, retries: Retries, waits: WaitLog) -> None:
         self.request = request
         self._retries = retries
+        self._waits = waits
         self._allowed_s = request.gives_up_at - time.monotonic()
         self._number = 1
-        self._said = ""
 
     def pause_s(self, failure: DeftError) -> float:
         """Return how long to wait before `request` is sent again; raises what is no use."""
@@ -94,7 +111,7 @@ class Attempts:
         if isinstance(failure, NotReadyError) and failure.is_loading:
             pause_s = failure.retry_after_s or PROBE_S
             if now + pause_s < self.request.loading_until:
-                self._said = say_once(f"waiting: {failure.detail}", self._said)
+                self._waits.note(failure.detail)
                 gives_up_at = min(now + pause_s + self._allowed_s, ends_at())
                 gives_up_at = max(self.request.gives_up_at, gives_up_at)
                 self.request = replace(self.request, gives_up_at=gives_up_at)
@@ -109,9 +126,9 @@ class Attempts:
 class Readiness:
     """A server that is waited for until it is ready."""
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, waits: WaitLog) -> None:
         self.until = min(time.monotonic() + timeout, ends_at())
-        self._said = ""
+        self._waits = waits
 
     def pause_s(self, failure: DeftError) -> float:
         """Return how long to wait before asking again; raises what no waiting helps."""
@@ -120,15 +137,8 @@ class Readiness:
         if is_over or not isinstance(failure, retryable) or isinstance(failure, WrongServerError):
             raise failure
         reason = failure.detail if isinstance(failure, ProblemError) else str(failure)
-        self._said = say_once(f"waiting: {reason}", self._said)
+        self._waits.note(reason)
         return PROBE_S
-
-
-def say_once(text: str, said: str) -> str:
-    """Log what a caller waits for, unless it was the last that was said; return it."""
-    if text != said:
-        logger.warning("%s", text)
-    return text
 
 
 class ClientCalls:
@@ -144,6 +154,7 @@ class ClientCalls:
         self.url = check_url(url)
         self.settings = _completed(settings or ClientSettings(), api_key, timeout)
         self.session_id = uuid.uuid4().hex  # of acts and resets that name no other
+        self._waits = WaitLog()
         self._headers = {"user-agent": "deft-client", **authorization(self.settings)}
         self._urls: dict[str, httpcore.URL] = {}
         # What `info` promised, once it was asked: the size of an action, and how many there are;

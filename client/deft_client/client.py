@@ -96,7 +96,7 @@ class PolicyClient(ClientCalls):
 
     def wait_ready(self, timeout: float = LOADING_S) -> None:
         """Wait until the server is ready; raises why it is not once `timeout` seconds are over."""
-        readiness = Readiness(timeout)
+        readiness = Readiness(timeout, self._waits)
         while True:
             try:
                 self.ask(self._ready_request(readiness.until), attempts=1)
@@ -121,7 +121,7 @@ class PolicyClient(ClientCalls):
         retries = self.settings.retries
         if attempts is not None:
             retries = replace(retries, attempts=attempts)
-        tries = Attempts(request, retries)
+        tries = Attempts(request, retries, self._waits)
         while True:
             failure: DeftError
             try:

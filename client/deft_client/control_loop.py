@@ -34,8 +34,10 @@ logger = logging.getLogger(__name__)
 # Commands are at least half a period apart, and the loop waits for an answer until half a period
 # before the watchdog.
 HALF = 0.5
+WATCHDOG_PERIODS = 2.5  # at least: then the watchdog ends no wait before the period does
 SEND_SHARE = 0.05  # of a period, for a command to be sent in, where `move` does not take longer
 LOGGED_AFTER = 2  # periods of holding without an error: shorter waits between chunks are usual
+DEADLINE_MS = 500  # of an answer, unless the settings say otherwise
 REPORTED_AFTER = 60  # periods since the first answer, until the log says how long answers take
 LIMITED_AFTER = 20  # moves in a row that were limited, until the log asks for the unit
 HELD_SHARE = 0.05  # of the periods: more are worth a warning
@@ -89,8 +91,8 @@ class LoopSettings:
     """How a loop runs. `blending` and `execute` say when to ask, and how chunks are used."""
 
     period_s: float = 0.1
-    watchdog_s: float = 0.2  # without a command; the arm is stopped then
-    options: ActOptions = field(default_factory=lambda: ActOptions(deadline_ms=500))
+    watchdog_s: float = 0.25  # without a command; the arm is stopped then
+    options: ActOptions = field(default_factory=lambda: ActOptions(deadline_ms=DEADLINE_MS))
     execute: int | None = None  # actions of a chunk that are used if the next answer is in time
     # None: SWITCH where chunks have one action, WAIT where they have more.
     blending: ChunkBlending | None = None
@@ -106,8 +108,9 @@ class LoopSettings:
             object.__setattr__(self, "blending", seam)
         if not 0 < self.period_s * (1 + HALF) < self.watchdog_s:
             raise ValueError(
-                f"period_s must be above 0 and watchdog_s above {1 + HALF} periods, as a "
-                f"command may be {HALF} periods late; got {self}"
+                f"period_s must be above 0 and watchdog_s above {1 + HALF} periods, as a command "
+                f"may be {HALF} periods late; {WATCHDOG_PERIODS} periods are advised; "
+                f"got period_s={self.period_s:g} and watchdog_s={self.watchdog_s:g}"
             )
 
 
@@ -128,6 +131,17 @@ class LoopStatus:
 def shortest_period_s(answer_s: float) -> float:
     """Return the shortest period, in steps of 5 ms, within which such an answer is executed."""
     return math.ceil(answer_s / (1 - SEND_SHARE) / 0.005 - 1e-9) * 0.005
+
+
+def settings_for(answer_s: float) -> LoopSettings:
+    """Return settings with the shortest period within which such an answer is executed.
+
+    The deadline is two periods, or the default where that is longer.
+    """
+    period_s = round(shortest_period_s(answer_s), 3)
+    deadline_ms = max(DEADLINE_MS, math.ceil(2000 * period_s))
+    watchdog_s = round(WATCHDOG_PERIODS * period_s, 4)
+    return LoopSettings(period_s, watchdog_s, ActOptions(deadline_ms=deadline_ms))
 
 
 class ControlLoop:
@@ -250,6 +264,8 @@ class ControlLoop:
                     self._changed.wait_for(lambda: "deft-watchdog" not in self._working)
                     self._changed.wait_for(lambda: not self._working, LAST_WORDS_S)
                 if is_driven:
+                    if self._answered.total() < REPORTED_AFTER and self._is_often_held:
+                        self._report_answers()
                     logger.info("%s", self._summary())
 
     def _run_apart(self) -> None:
@@ -428,27 +444,32 @@ class ControlLoop:
             logger.warning("the arm holds: %s", problem or cause, exc_info=mistake)
 
     def _note_answers(self, is_waiting: bool) -> None:
-        """Say once how long answers take, and which period would do."""
+        """Count periods since the first answer; report once when there are enough."""
         if not self._answers_s or self._answered.total() >= REPORTED_AFTER:
             return
         self._answered[is_waiting] += 1
-        if self._answered.total() < REPORTED_AFTER:
-            return
-        held = self._answered[True]
-        level = logging.INFO
-        advice = ""
-        if held > HELD_SHARE * REPORTED_AFTER:
+        if self._answered.total() == REPORTED_AFTER:
+            self._report_answers()
+
+    @property
+    def _is_often_held(self) -> bool:
+        return self._answered[True] > HELD_SHARE * self._answered.total()
+
+    def _report_answers(self) -> None:
+        """Say how long answers take, and which settings would do if the arm is often held."""
+        level, advice = logging.INFO, ""
+        if self._is_often_held:
             level, advice = logging.WARNING, f"; {self._advice()}"
         logger.log(
             level, "answers take %.0f ms (p95); of %d periods %d were held for want of one%s",
-            1000 * (self._answer_s or 0.0), REPORTED_AFTER, held, advice,
+            1000 * (self._answer_s or 0.0), self._answered.total(), self._answered[True], advice,
         )  # fmt: skip
 
     def _advice(self) -> str:
         """Which settings would be quick enough for the answers."""
         ours, answer_s = self._settings, self._answer_s or 0.0
         period_s = max(shortest_period_s(answer_s), ours.period_s)
-        watchdog_s = (2 + HALF) * period_s  # then it ends no wait before the period does
+        watchdog_s = WATCHDOG_PERIODS * period_s
         changes = [] if period_s == ours.period_s else [f"period_s={period_s:g}"]
         is_cut_short = answer_s > ours.watchdog_s - (1 + HALF) * period_s
         if is_cut_short and (changes or self._queue.blending is ChunkBlending.WAIT):

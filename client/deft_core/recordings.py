@@ -27,6 +27,7 @@ from deft_core.wire.limits import DEFAULT_LIMITS, MAX_DECODABLE_PIXELS, WireLimi
 from deft_core.wire.messages import ActMessage
 
 SUFFIX = ".deftrec"
+UNRECORDED = "deft-client-ping-"  # servers record no session whose id begins so: it is noise
 SIGNATURE = b"DEFTREC1"
 MAX_RECORD_BYTES = 64 * 1024 * 1024
 _PREFIX = struct.Struct("<II")  # length and CRC-32 of what follows

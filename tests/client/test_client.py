@@ -251,6 +251,23 @@ def test_a_server_that_is_loading_is_waited_for_with_a_word(caplog):
     assert lines == ["waiting: the policy is loading"]
 
 
+def test_calls_one_after_the_other_do_not_repeat_what_they_wait_for(caplog, monkeypatch):
+    """A control loop's calls end with their deadlines, and each logged the same sentence."""
+    server = FakeServer()
+    robot = Robot(server)
+    for _ in range(3):
+        server.script(*[LOADING] * 2)
+        robot.act()
+    assert len(server.requests) == 9
+    lines = [one.getMessage() for one in caplog.records]
+    assert lines == ["waiting: the policy is loading"]
+    monkeypatch.setattr(calls, "WAIT_LOGGED_EVERY_S", 0.0)
+    log = calls.WaitLog()
+    for _ in range(2):
+        log.note("the policy is loading")
+    assert len(caplog.records) == 3  # it is repeated after a while
+
+
 def test_a_wait_for_loading_may_be_longer_than_a_call(caplog):
     settings = ClientSettings(Timeouts(answer_s=1e-3), Retries(first_pause_s=0.0))
     server = FakeServer(*[refusal(503, "the policy is loading", retry_after="0.002")] * 3)

@@ -13,7 +13,9 @@ import pytest
 from deft_client import calls
 from deft_client.__main__ import main
 from deft_client.commands import ping
+from deft_client.commands.frames import usual_options
 from deft_core.errors import Problem
+from deft_core.recordings import UNRECORDED
 from deft_core.wire import codec
 from tests.core.samples import frame, full_answer, saved
 from tests.standins.policy_server import ANSWER, INFO, streaming
@@ -116,22 +118,42 @@ def test_ping_sends_frames_and_says_which_rate_their_answers_allow(server, capsy
     assert main(["ping", server.url, "--count", "3"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^answer       [\d.]+ ms p50, [\d.]+ ms p95 of 3 frames$", shown, re.M)
-    rates = r"^control      up to [\d.]+ Hz: period_s=[\d.]+; up to [\d.]+ Hz with chunks of 2"
+    rates = r"^control      up to [\d.]+ Hz; up to [\d.]+ Hz with chunks of 2"
     assert re.search(rates, shown, re.M)
     sent = [codec.decode_request(body) for _, body in server.requests]
     assert len(sent) == 4
     assert sent[0].observation.image.shape == (INFO.image_height, INFO.image_width, 3)
-    assert sent[0].options.statistics_key == INFO.default_statistics_key
+    assert {one.options.statistics_key for one in sent} == {None}  # the server's default
+
+
+def test_frames_of_commands_name_statistics_where_the_server_has_no_default():
+    assert usual_options(INFO).statistics_key is None
+    without = replace(INFO, default_statistics_key=None)
+    assert usual_options(without).statistics_key == INFO.statistics_keys[0]
+    assert usual_options(replace(without, statistics_keys=())).statistics_key is None
+
+
+def test_ping_uses_sessions_that_no_server_records(server):
+    assert main(["ping", server.url, "--count", "1"]) == 0
+    sessions = {codec.decode_request(body).options.session_id for _, body in server.requests}
+    (session_id,) = sessions
+    assert session_id.startswith(UNRECORDED)
 
 
 @pytest.mark.parametrize(
     ("answers_ms", "chunk_length", "said"),
     [
-        ([50.0] * 20, 1, "control      up to 18.2 Hz: period_s=0.055\n"),
+        ([50.0] * 20, 1, "control      up to 18.2 Hz\n"),
         (
             [50.0] * 20,
             8,
-            "period_s=0.055; up to 133.0 Hz with chunks of 8 and ChunkBlending.SWITCH\n",
+            "up to 18.2 Hz; up to 133.0 Hz with chunks of 8 and ChunkBlending.SWITCH\n",
+        ),
+        (
+            [546.0] * 20,
+            1,
+            "LoopSettings(period_s=0.575, watchdog_s=1.4375, "
+            "options=ActOptions(deadline_ms=1150))\n",
         ),
         ([10.0] * 18 + [100.0] * 2, 1, "answer       10.0 ms p50, 100.0 ms p95 of 20 frames\n"),
     ],
@@ -155,6 +177,15 @@ def test_ping_waits_for_a_server_that_is_loading_where_it_is_asked_to(server, ca
     assert "is ready" in capsys.readouterr().out
     server.num_unready = 10**6
     assert main(["ping", server.url, "--count", "0", "--wait", "0.05"]) == 1
+
+
+@pytest.mark.parametrize("place", [1, 3, 4])
+def test_a_url_may_follow_a_flag_whose_value_may_be_left_out(place, server, capsys):
+    """`ping --wait URL` took the URL for the seconds."""
+    words = ["ping", "--count", "0", "--wait"]
+    words.insert(place, server.url)
+    assert main(words) == 0
+    assert f"{server.url} is ready" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("place", [2, 4, 5])

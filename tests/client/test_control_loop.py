@@ -12,7 +12,7 @@ import pytest
 from deft_client import control_loop
 from deft_client.actions import ActionRules
 from deft_client.client import PolicyClient
-from deft_client.control_loop import ControlLoop, LoopSettings
+from deft_client.control_loop import ControlLoop, LoopSettings, settings_for
 from deft_client.errors import (
     AccessDeniedError,
     AnswerTimeoutError,
@@ -164,6 +164,23 @@ def test_an_arm_that_cannot_be_commanded_ends_the_loop(clock):
 def test_settings_without_time_for_a_command_are_refused(values):
     with pytest.raises(ValueError, match="period_s"):
         LoopSettings(**values)
+
+
+def test_refused_settings_are_named_and_no_others():
+    """The sentence once ended with every option of the loop."""
+    with pytest.raises(ValueError, match="2.5 periods are advised") as refused:
+        LoopSettings(period_s=0.575, watchdog_s=0.2)
+    assert str(refused.value).endswith("; got period_s=0.575 and watchdog_s=0.2")
+
+
+@pytest.mark.parametrize("answer_s", [0.001, 0.05, 0.237, 0.5481, 3.0])
+def test_settings_for_an_answer_have_time_for_it(answer_s, clock, arm):
+    """Ping printed a period that the watchdog's default refused and the deadline cut off."""
+    settings = replace(settings_for(answer_s), blending=ChunkBlending.WAIT)
+    policy = ScriptedPolicy(clock, *[[[0.1, 0.2, 1.0]]] * 99, answer_s=answer_s)
+    assert run(policy, arm, 20, settings=settings).moves == 20
+    assert settings.watchdog_s >= 2.5 * settings.period_s - 1e-9
+    assert settings.options.deadline_ms >= 1000 * answer_s
 
 
 def test_chunks_follow_each_other_by_waiting_unless_told_otherwise(clock, arm):
@@ -592,6 +609,21 @@ def test_a_loop_says_once_how_long_answers_take_and_which_period_would_do(caplog
     arm = RecordingArm(VirtualClock())
     policy = ScriptedPolicy(arm.clock, *[[[0.1, 0.2, 1.0]]] * 999, answer_s=0.11)
     assert run(policy, arm, 200, settings=said).moves == 200
+
+
+def test_a_short_run_that_was_held_often_advises_at_its_end(caplog, clock, arm):
+    """The page's command runs 50 steps, and the advice came after 60."""
+    policy = ScriptedPolicy(clock, *[[[0.1, 0.2, 1.0]]] * 99, answer_s=0.11)
+    settings = LoopSettings(period_s=0.1, blending=ChunkBlending.WAIT)
+    run(policy, arm, 50, settings=settings)
+    (line,) = [one for one in caplog.records if "answers take" in one.getMessage()]
+    assert line.levelname == "WARNING"
+    assert line.getMessage().endswith("period_s=0.12 with watchdog_s=0.3 would do")
+
+
+def test_a_short_run_that_was_not_held_advises_nothing(caplog, clock, arm):
+    run(ScriptedPolicy(clock, *[[[0.1, 0.2, 1.0]]] * 99, answer_s=0.01), arm, 50)
+    assert not caplog.records
 
 
 def test_a_loop_that_was_held_by_few_slow_answers_is_not_told_to_change(caplog, clock, arm):

@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 from deft_client.settings import (
@@ -45,13 +46,25 @@ def add_connection_options(parser: argparse.ArgumentParser, keys: str = "") -> N
 
 def parse_connected(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
     """Parse a command line whose URL is a word or a flag, at any place."""
-    options = parser.parse_intermixed_args(arguments)
+    options = parser.parse_intermixed_args(_urls_are_no_values(parser, arguments))
     words = take_urls(options)
     given = {one for one in (options.url, *words) if one}
     if len(given) > 1:
         parser.error(f"one URL is asked at a time, got {' and '.join(sorted(given))}")
     options.url = next(iter(given), DEFAULT_URL)
     return options
+
+
+def _urls_are_no_values(parser: argparse.ArgumentParser, arguments: list[str]) -> list[str]:
+    """Move a URL to the end that follows a flag whose value may be left out, as `--wait`."""
+    flags = {flag for one in parser._actions if one.nargs == "?" for flag in one.option_strings}
+    moved = [
+        number
+        for number, (flag, word) in enumerate(pairwise(arguments), 1)
+        if flag in flags and word.startswith(URL_BEGINNINGS)
+    ]
+    others = [word for number, word in enumerate(arguments) if number not in moved]
+    return others + [arguments[number] for number in moved]
 
 
 def take_urls(options: argparse.Namespace) -> list[str]:

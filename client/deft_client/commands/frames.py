@@ -55,6 +55,10 @@ def recorded_frames(path: Path, cameras: Sequence[str]) -> list[list[Observation
 
 
 def usual_options(info: ServerInfo) -> ActOptions:
-    """Return options that name statistics even where the server has no default."""
-    keys = info.default_statistics_key, *info.statistics_keys
-    return ActOptions(statistics_key=next((key for key in keys if key is not None), None))
+    """Return options that name statistics where the server has no default.
+
+    Elsewhere they name none, so that recordings of these frames can be replayed by any policy.
+    """
+    if info.default_statistics_key is not None or not info.statistics_keys:
+        return ActOptions()
+    return ActOptions(statistics_key=info.statistics_keys[0])

@@ -4,6 +4,8 @@ import argparse
 import statistics
 import sys
 import time
+import uuid
+from dataclasses import replace
 
 from deft_client.client import PolicyClient
 from deft_client.commands.connection import (
@@ -14,10 +16,11 @@ from deft_client.commands.connection import (
     reported,
 )
 from deft_client.commands.frames import noise_frames, usual_options
-from deft_client.control_loop import SEND_SHARE, shortest_period_s
+from deft_client.control_loop import SEND_SHARE, settings_for
 from deft_client.settings import LOADING_S
 from deft_core.measures.statistics import percentiles
 from deft_core.program import CommandParser
+from deft_core.recordings import UNRECORDED
 from deft_core.types import ServerInfo
 
 ROUND_TRIPS = 5  # without a frame
@@ -66,7 +69,9 @@ def _answers_ms(policy: PolicyClient, info: ServerInfo, count: int) -> list[floa
 
     The first one is not counted: a policy that was idle may take longer.
     """
-    frames, asked = noise_frames(info, 0, FRAMES_KEPT), usual_options(info)
+    frames = noise_frames(info, 0, FRAMES_KEPT)
+    session_id = UNRECORDED + uuid.uuid4().hex
+    asked = replace(usual_options(info), session_id=session_id)
     answers_ms: list[float] = []
     ends_at = time.monotonic() + LONGEST_S
     for number in range(count + 1 if count > 0 else 0):
@@ -79,12 +84,12 @@ def _answers_ms(policy: PolicyClient, info: ServerInfo, count: int) -> list[floa
 
 
 def _answers_text(answers_ms: list[float], info: ServerInfo) -> str:
-    """How long answers take, and at which rate a control loop can execute them."""
+    """How long answers take, at which rate a control loop can execute them, and its settings."""
     times = percentiles(answers_ms)
-    period_s = shortest_period_s(times.p95 / 1000)
+    fits = settings_for(times.p95 / 1000)
     lines = [
         f"answer       {times.p50:.1f} ms p50, {times.p95:.1f} ms p95 of {times.count} frames",
-        f"control      up to {1 / period_s:.1f} Hz: period_s={period_s:g}",
+        f"control      up to {1 / fits.period_s:.1f} Hz",
     ]
     if info.chunk_length > 1:
         # An answer is there in time if it takes as long as the other actions of a chunk.
@@ -92,6 +97,10 @@ def _answers_text(answers_ms: list[float], info: ServerInfo) -> str:
         lines[1] += (
             f"; up to {most_hz:.1f} Hz with chunks of {info.chunk_length} and ChunkBlending.SWITCH"
         )
+    lines.append(
+        f"settings     LoopSettings(period_s={fits.period_s:g}, watchdog_s={fits.watchdog_s:g}, "
+        f"options=ActOptions(deadline_ms={fits.options.deadline_ms:g}))"
+    )
     return "".join(f"{line}\n" for line in lines)
 
 

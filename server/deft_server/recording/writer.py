@@ -21,7 +21,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from deft_core.errors import MalformedMessageError, UnusableValueError
-from deft_core.recordings import RecordedStep
+from deft_core.recordings import UNRECORDED, RecordedStep
 from deft_core.types import ServerInfo
 from deft_server.http.gate import ADMIN_PREFIX
 from deft_server.recording.files import EpisodeFiles, NoRoomError, SessionKey, locked
@@ -214,6 +214,8 @@ def _num_bytes(job: _Job) -> int:
 
 def _job_of(event: Event) -> _Job | None:
     key = event.caller, event.session_id or ""
+    if key[1].startswith(UNRECORDED):
+        return None
     if isinstance(event, SessionEnded):
         return key, None, time.time()
     if event.chunk is None:

@@ -19,7 +19,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from deft_core.datasets.formats import find_parts
-from deft_core.recordings import Ending, RecordedStep, find_episodes, read_header
+from deft_core.recordings import UNRECORDED, Ending, RecordedStep, find_episodes, read_header
 from deft_core.types import ActionChunk, ActOptions, Observation
 from deft_core.wire.images import ImageEncoding
 from deft_policies.constant import ConstantPolicy
@@ -105,6 +105,18 @@ def test_each_episode_of_each_session_is_a_file(tmp_path: Path) -> None:
     assert {one.header.policy for one in episodes} == {"constant"}
     assert server.metric("deft_recorded_steps_total") == 8
     assert server.recording.status.steps == 8
+
+
+def test_the_noise_of_a_ping_is_not_recorded(tmp_path: Path) -> None:
+    """A replay of a robot's episodes began with frames of noise."""
+    server = Server(files_in(tmp_path))
+    server.recording.start()
+    server.events.publish(answered(f"{UNRECORDED}1"))
+    server.events.publish(answered("arm"))
+    server.events.publish(SessionEnded("lab", f"{UNRECORDED}1"))
+    server.recording.stop()
+    (path,) = find_episodes(tmp_path)
+    assert read_episode(path).header.session_id == "arm"
 
 
 def test_frames_without_a_session_are_one_episode_of_their_caller(tmp_path: Path) -> None:
