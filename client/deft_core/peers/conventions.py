@@ -64,11 +64,17 @@ class Convention:
         """Whether evaluations ask in our own protocol."""
         return self.name in ("deft", "vla0")
 
-    def sentence(self, chain: str, policy_chain: str) -> str:
-        """Say it in one line; `chain` is what the endpoint does to frames."""
+    def sentence(self, chain: str, policy_chain: str, policys_gripper: str = "") -> str:
+        """Say it in one line; `chain` is what the endpoint does to frames.
+
+        `policys_gripper` is what the policy itself says of its gripper, where it says anything.
+        """
+        gripper = self.gripper.meaning
+        if self.gripper is Gripper.DATASET and policys_gripper:
+            gripper = policys_gripper
         return (
             f"frames: {self.frame}, then {chain!r} by this protocol and {policy_chain!r} by "
-            f"the policy; gripper: {self.gripper.meaning}; reply: {self.reply}"
+            f"the policy; gripper: {gripper}; reply: {self.reply}"
         )
 
     def from_policy(self, actions: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -81,7 +87,12 @@ class Convention:
         return to_robosuite(actions)
 
 
-DEFT = Convention("deft")
+DEFT = Convention(
+    "deft",
+    endpoint="POST /v1/act, WebSocket /v1/stream (deft)",
+    frame="upright, as a person would see it",
+    reply="actions [step, action_dim], float64, as the policy says them",
+)
 OPENVLA = Convention(
     "openvla",
     client_chain=ClientChain.LIBERO,

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from deft_core.image_chain import ImageChain
 from deft_core.peers.conventions import (
     CONVENTIONS,
+    DEFT,
     OPENPI,
     REALTIME,
     VLA0,
@@ -30,14 +31,17 @@ from deft_server.settings import Settings
 def conventions(settings: Settings, info: ServerInfo) -> dict[str, str]:
     """Return a sentence about every protocol that is served, by its name."""
     chains = {
+        DEFT: ImageChain.NONE,
         CONVENTIONS[settings.profile]: settings.act_image_chain,
         OPENPI: settings.socket_image_chain,
         REALTIME: settings.socket_image_chain,
         VLA_EVAL: settings.socket_image_chain,
         VLA0: ImageChain.NONE,
     }
+    gripper = info.details.get("gripper", "")
     return {
-        one.endpoint: one.sentence(chain.value, info.image_chain) for one, chain in chains.items()
+        one.endpoint: one.sentence(chain.value, info.image_chain, gripper)
+        for one, chain in chains.items()
     }
 
 

@@ -6,16 +6,20 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
 from deft_core.image_chain import ImageChain
+from deft_core.peers.conventions import Gripper
 from deft_core.peers.openvla import ActBody, decode_act_body
 from deft_core.wire.limits import WireLimits
+from deft_policies.constant import ConstantPolicy
 from deft_server.compat import act_route
 from deft_server.compat.act_route import ERRORS_HEADER, REASON_HEADER
+from deft_server.compat.profiles import conventions
 from deft_server.errors import OverloadedError
 from deft_server.serving.events import Event, FinishedAction
 from deft_server.settings import Settings
@@ -194,6 +198,24 @@ def test_frames_are_prepared_where_the_settings_say_so() -> None:
     assert "'none' by the policy" in info["POST /act (openvla)"]
     assert "'none' by this protocol" in info["WebSocket / (openpi)"]
     assert "+1 closes" in info["WebSocket / (vla-eval)"]
+
+
+@pytest.mark.parametrize(
+    ("details", "ours", "openvlas"),
+    [
+        ({}, "for OpenVLA 0 closes and 1 opens", "for OpenVLA 0 closes and 1 opens"),
+        ({"gripper": Gripper.ROBOSUITE.meaning}, "+1 closes, -1 opens", "+1 closes, -1 opens"),
+        ({"gripper": "0 or 1"}, "0 or 1", "0 or 1"),
+    ],
+)
+def test_info_says_which_sign_closes_the_gripper_in_our_own_protocol_too(
+    details: dict[str, str], ours: str, openvlas: str
+) -> None:
+    info = replace(ConstantPolicy().info, details=details)
+    told = conventions(Settings(), info)
+    assert f"{ours}; reply" in told["POST /v1/act, WebSocket /v1/stream (deft)"]
+    assert f"{openvlas}; reply" in told["POST /act (openvla)"]
+    assert "gripper: +1 closes, -1 opens;" in told["WebSocket / (openpi)"]
 
 
 @pytest.mark.parametrize(("more", "on_a_thread"), [("", False), (f', "x": [{"0," * 2000}0]', True)])

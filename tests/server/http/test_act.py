@@ -506,6 +506,7 @@ def test_info_says_what_is_served(client: TestClient):
     assert set(info.details) == {
         "POST /act (openvla)",
         "POST /predict_base64 (VLA-0)",
+        "POST /v1/act, WebSocket /v1/stream (deft)",
         "WebSocket / (openpi)",
         "WebSocket / (vla-eval)",
         "WebSocket /v1/realtime/robot/openpi (vLLM-Omni)",
