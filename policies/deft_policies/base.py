@@ -88,9 +88,9 @@ class ActionLimits:
 class Policy(ABC):
     """Maps observations to the actions that follow them. Keeps nothing of any robot.
 
-    `start` takes requests in, and each `step` runs one round of them, so that a long answer blocks
-    no other. `info`, `check` and `action_limits` may be called from any thread; everything else
-    only from the one policy thread.
+    `start` takes requests in, and each `step` advances them by a round, so that a long answer
+    blocks no other. `info`, `check` and `action_limits` may be called from any thread; everything
+    else only from the one policy thread.
     """
 
     joins_midway = True  # whether requests may start while others run
@@ -128,10 +128,11 @@ class Policy(ABC):
 
     @abstractmethod
     def step(self, first: Collection[Running] = ()) -> Sequence[Running]:
-        """Run one round of all requests; return those that have ended. Blocking.
+        """Advance all requests by one step; return those that have ended. Blocking.
 
-        Where `first` names some, the others may wait for a later round. An answer's timings are
-        the sums over its rounds. Where it raises, no request is running any more.
+        A step is one round for the answers that run and one for those that start. Where `first`
+        names some, the others may wait for a later step. An answer's timings are sums over its
+        rounds. Where it raises, no request is running any more.
         """
 
     @abstractmethod

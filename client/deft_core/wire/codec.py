@@ -158,7 +158,7 @@ def _parse_one(data: bytes | Raw, wire_format: WireFormat, limits: WireLimits) -
     return convert(entries, ActRequest)
 
 
-def has_pictures(request: ActRequest | ActRequests) -> bool:
+def needs_decoding(request: ActRequest | ActRequests) -> bool:
     """Would reading this request decode a PNG or JPEG, and so take a while? Several may."""
     if isinstance(request, ActRequests):
         return True

@@ -44,7 +44,10 @@ class Picture(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=Tr
 
 
 class ActRequest(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One observation, and how it is to be answered."""
+    """One observation, and how it is to be answered, as it travels: pictures are still bytes.
+
+    `ActMessage` is the same after decoding, with pictures and state as arrays.
+    """
 
     v: Literal[1] | None = None
     id: str | None = None  # the answer repeats it
@@ -66,7 +69,7 @@ class ActRequest(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields
 
 
 class ActRequests(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Several observations: an `ActRequest` each, of a session of its own."""
+    """Several observations as they travel: an `ActRequest` each, of a session of its own."""
 
     v: Literal[1] | None = None
     id: str | None = None
@@ -110,7 +113,7 @@ class Envelope(Struct):
 
 @dataclass(frozen=True, eq=False)
 class ActMessage:
-    """What one request carries: the observation, and how it is to be answered.
+    """A decoded `ActRequest`: what the client encodes, and what the server works with.
 
     The answer repeats `id`: where answers could be mixed up, the caller tells by it which is which.
     """
@@ -122,7 +125,7 @@ class ActMessage:
 
 @dataclass(frozen=True, eq=False)
 class ActMessages:
-    """What one request with several observations carries, each of a session of its own.
+    """A decoded `ActRequests`: several observations, each of a session of its own.
 
     One that cannot be used stands in its place as the error it is: the others are answered.
     """

@@ -239,8 +239,8 @@ class VlaPolicy(ModelPolicy):
 
     def _run_round(self, clock: StageClock, first: Collection[Running]) -> list[_RunningRequest]:
         """Run one round of the engine, and answer the requests that it has finished."""
-        urgent = {running.sequence for running in self._running if running in first}
-        finished = set(self.engine.step(clock, urgent))
+        only = {running.sequence for running in self._running if running in first}
+        finished = set(self.engine.step(clock, only))
         ended = [running for running in self._running if running.sequence in finished]
         clock.restart()
         for running in ended:

@@ -20,7 +20,7 @@ from deft_core.errors import (
     UnsupportedMessageError,
     UnusableValueError,
 )
-from deft_core.wire.codec import has_pictures, parse_request, read_request, read_requests
+from deft_core.wire.codec import needs_decoding, parse_request, read_request, read_requests
 from deft_core.wire.formats import WireFormat, check_bytes, convert, decode
 from deft_core.wire.limits import ReadContext, WireLimits
 from deft_core.wire.messages import ActMessage, ActMessages, ActRequest, ActRequests
@@ -101,7 +101,7 @@ async def decode_frame(
     request = parse_request(body, WireFormat.MSGPACK, context.limits)
     del body  # what is in it was copied, and may have to wait for long
     read = partial(_read, request, WireFormat.MSGPACK, context)
-    return await threads.run(read) if has_pictures(request) else read()
+    return await threads.run(read) if needs_decoding(request) else read()
 
 
 CAMERA_PREFIX = "camera."

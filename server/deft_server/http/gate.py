@@ -175,7 +175,11 @@ class Gate:
             messages.close()
 
     def _admit(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Caller:
-        """Return who calls, or raise why it may not."""
+        """Check host name, web origin, API key and, for administration, rights; return who calls.
+
+        Once per request or WebSocket, before its body; how often a caller sends frames is checked
+        by `Service.admit`.
+        """
         access = self._service.access
         path, method = scope["path"], scope.get("method")
         if path not in ANY_HOST_PATHS:

@@ -1,8 +1,8 @@
 """The routes of our own protocol: health and metrics, act, reset and info, and the stream.
 
 The stream is a WebSocket: frames in, answers out, strictly alternating, msgpack as in POST
-/v1/act. An error is a text message with problem+json; the connection stays open. Act and the
-stream are plain ASGI, because every frame comes one of these ways.
+/v1/act. An error is a text message with problem+json; the connection stays open. Every frame comes
+by act or the stream, so these two are routes of Starlette, without FastAPI's work for each request.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ from deft_server.serving.service import Service
 
 
 class PlainRoute(Route):
-    """A route that is not FastAPI's, which looks for dependencies on every request.
+    """A route of Starlette's: FastAPI's would resolve dependencies on every request.
 
     It leaves its name in the scope as FastAPI's routes do, for the metrics. What the OpenAPI
     document says about it is in `openapi`.

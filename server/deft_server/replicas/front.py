@@ -186,7 +186,7 @@ class ReplicaHost:
 
     async def _outcome(self, frame: QueuedFrame) -> tuple[Outcome, list[FailedCall]]:
         request = replace(frame.policy_request, on_actions=None)  # a call does not travel
-        reason, frame.size = "", 1
+        reason, frame.batch_size = "", 1
         num_waiting = self._listener.num_batches_waiting
         for _ in range(TRIES):
             left_s = frame.deadline_s - time.monotonic()
@@ -195,9 +195,9 @@ class ReplicaHost:
             try:
                 returned = await self._cluster.answer(request, state)
                 frame.answered_by = self._policy_of(returned, known)
-                frame.replica, frame.size = returned.replica, returned.size
+                frame.replica, frame.batch_size = returned.replica, returned.batch_size
                 frame.num_tries += returned.num_tries
-                failures = [FailedCall(kind, returned.size) for kind in returned.failures]
+                failures = [FailedCall(kind, returned.batch_size) for kind in returned.failures]
                 return returned.unpacked(), failures
             except ReplicaLostError as error:
                 reason = str(error)

@@ -65,7 +65,7 @@ class ReplicaAnswer:
     answer: PolicyAnswer | tuple[type[Exception], tuple[str, ...]]
     failures: list[Failure]
     policy: HostedPolicy | None = None
-    size: int = 1  # the most frames that were answered together with this one
+    batch_size: int = 1  # the most frames that were answered together with this one
     num_tries: int = 1  # how often it began
 
     def unpacked(self) -> Outcome:
@@ -117,14 +117,14 @@ class Replica:
             frame.outcome = error
         outcome = frame.outcome or DeadlineError("no answer was ready at the deadline")
         known = None if self.version in state.versions else self.facts
-        size = max(1, frame.size)
+        batch_size = max(1, frame.batch_size)
         return ReplicaAnswer(
             self._name,
             self.version,
             _pack(outcome),
             frame.failures,
             known,
-            size,
+            batch_size,
             frame.num_tries,
         )
 

@@ -108,7 +108,7 @@ class Admission:
 
     def limit_batches(self, failures: Sequence[FailedCall]) -> None:
         """Halve the batch where the device gave up; let it grow after many good rounds."""
-        sizes = [one.size for one in failures if one.kind == "device" and not one.is_retry]
+        sizes = [one.batch_size for one in failures if one.kind == "device" and not one.is_retry]
         if sizes:
             self._num_good_rounds = 0
             self.max_batch = max(1, min(self.max_batch, *sizes) // 2)
@@ -262,7 +262,7 @@ class ServiceTimes:
         """Learn what a frame took. One that was cut before its end would have taken longer."""
         latest = Measurement(seconds, max(1.0, concurrency), is_whole)
         if not is_whole and seconds / self.slowdown(concurrency) <= self.expected_s(flow, now_s):
-            return  # that was times
+            return  # shorter than what is expected anyway: it says nothing about a whole frame
         times = self._flows.setdefault(flow, FlowTimes())
         whole = [other for other in times.recent if other.is_whole]
         if is_whole and whole:

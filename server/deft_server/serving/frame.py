@@ -26,7 +26,7 @@ class FailedCall:
     """A call of the policy that failed."""
 
     kind: Failure
-    size: int  # how many frames it was for
+    batch_size: int  # how many frames it was for
     is_retry: bool = False  # of a frame whose first call had failed
 
 
@@ -38,7 +38,7 @@ class QueuedFrame:
     """
 
     observation: Observation
-    options: ActOptions  # for the policy: with a trace if a listener wants it
+    options: ActOptions  # for the policy: with a trace if somebody listens to the `EventBus` for it
     session: RobotSession
     arrived_s: float
     deadline_s: float = math.inf
@@ -59,7 +59,7 @@ class QueuedFrame:
     outcome: Outcome | None = None  # None where it was cut
     joined_s: float = 0.0  # by time.perf_counter, where the policy is
     service_s: float = 0.0
-    size: int = 0  # the most frames that were answered together, this one among them
+    batch_size: int = 0  # the most frames that were answered together, this one among them
     num_tries: int = 0  # how often it was started
     failures: list[Failure] = field(default_factory=list)  # of calls, perhaps because of it
     replica: str = "0"  # which one answered

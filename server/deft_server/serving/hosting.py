@@ -63,7 +63,10 @@ class HostedPolicy:
 
 
 class Listener(Protocol):
-    """Called on the event loop with what becomes of a policy and its frames."""
+    """Called on the event loop with what becomes of a policy and its frames: the scheduler.
+
+    Not a listener of the `EventBus`, which hears of answers that callers got.
+    """
 
     @property
     def num_batches_waiting(self) -> float:
@@ -80,7 +83,10 @@ class Listener(Protocol):
     def round_ended(
         self, host: "PolicyHost", ended: Sequence[QueuedFrame], failures: Sequence[FailedCall]
     ) -> None:
-        """These frames came back from the policy, and these calls of it failed meanwhile."""
+        """These frames came back from the policy, and these calls of it failed meanwhile.
+
+        Not called after a round in which neither happened.
+        """
 
 
 class PolicyHost(Protocol):
@@ -98,7 +104,7 @@ class PolicyHost(Protocol):
         """Begin to load the policy and warm it; must not wait."""
 
     def submit(self, frames: Sequence[QueuedFrame]) -> None:
-        """Have frames answered; no more are given at a time than the queue has places."""
+        """Have frames answered; never more in hand than `Admission.num_places`."""
 
     def cancel(self, frame: QueuedFrame) -> None:
         """The caller has left. The frame may have come back already."""

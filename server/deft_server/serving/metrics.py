@@ -137,11 +137,11 @@ class Metrics:
 
     def count_frame(self, frame: QueuedFrame) -> None:
         """Count a frame that the policy answered, its time, and who answered it."""
-        self.batch_size.observe(frame.size)
+        self.batch_size.observe(frame.batch_size)
         self.batch_seconds.observe(frame.service_s)
         self._once(self.replica_batches, frame.replica).inc()
         # Frames that were there at the same time share it: a replica is busy once.
-        busy_s = frame.service_s / max(1, frame.size)
+        busy_s = frame.service_s / max(1, frame.batch_size)
         self._once(self.replica_seconds, frame.replica).inc(busy_s)
 
     def observe_answer(self, chunk: ActionChunk, queue_s: float, total_s: float) -> None:

@@ -42,8 +42,9 @@ class Rounds:
         return len(self._running) + len(self._joining) + len(self._retries)
 
     def play(self, joining: Sequence[QueuedFrame]) -> tuple[list[QueuedFrame], list[FailedCall]]:
-        """Let frames join, play a round, and return the frames that ended: answered, or cut.
+        """Let frames join, step the policy, and return the frames that ended: answered, or cut.
 
+        A step is up to two rounds of the engine: one for running answers, one for those that join.
         Also returns the calls of the policy that failed, if any did.
         """
         now_s = time.perf_counter()
@@ -67,21 +68,21 @@ class Rounds:
             # Nothing else should be lost, but a policy that fails twice is trusted with nothing.
             is_lost = self._is_retry_round and not isinstance(error, RequestError)
             return self._retry_or_refuse(ended, beginning, error, is_alone, is_lost)
-        over = [row for row, frame in self._running.items() if frame.is_over()]
-        ended += [self._cancel(row) for row in over]
-        playing = self._rows_in_turn()
+        over = [running for running, frame in self._running.items() if frame.is_over()]
+        ended += [self._cancel(running) for running in over]
+        playing = self._requests_in_turn()
         try:
             if playing:
-                self._policy.step(self._rows_to_step(playing))
+                self._policy.step(self._requests_to_step(playing))
         except (Exception, SystemExit) as error:  # noqa: BLE001  as above
-            blamed = [self._running[row] for row in playing]
+            blamed = [self._running[running] for running in playing]
             return self._retry_or_refuse(
                 ended, blamed, error, len(self._running) == 1, is_lost=True
             )
         failures: list[FailedCall] = []
-        for row in [row for row in self._running if row.has_ended]:
-            frame = self._release(row)
-            failures += _record_outcome(row, frame)
+        for running in [running for running in self._running if running.has_ended]:
+            frame = self._release(running)
+            failures += _record_outcome(running, frame)
             ended.append(frame)
         return ended, failures
 
@@ -126,22 +127,22 @@ class Rounds:
         if self._is_retry_round:
             self._retried = started[0]
 
-    def _rows_in_turn(self) -> list[Running]:
-        """Return the rows of this round; a policy may step others, too."""
+    def _requests_in_turn(self) -> list[Running]:
+        """Return the requests of this round; a policy may step others, too."""
         if self._is_retry_round:
-            playing = [row for row in self._running if row is self._retried]
+            playing = [running for running in self._running if running is self._retried]
         else:
-            playing = [row for row in self._running if row is not self._retried]
-        for row in playing:
-            frame = self._running[row]
-            frame.size = max(frame.size, len(playing))
+            playing = [running for running in self._running if running is not self._retried]
+        for running in playing:
+            frame = self._running[running]
+            frame.batch_size = max(frame.batch_size, len(playing))
         return playing
 
-    def _rows_to_step(self, playing: list[Running]) -> list[Running]:
-        """Return all rows in every fourth round, else only actions with a deadline, if any."""
+    def _requests_to_step(self, playing: list[Running]) -> list[Running]:
+        """Return all of these in every fourth round, else only actions with a deadline, if any."""
         if self._is_retry_round:
             return playing
-        first = [row for row in playing if self._running[row].has_priority]
+        first = [running for running in playing if self._running[running].has_priority]
         is_round_for_all = self._num_priority_rounds == MAX_PRIORITY_ROUNDS
         if not first or len(first) == len(playing) or is_round_for_all:
             self._num_priority_rounds = 0
@@ -149,17 +150,17 @@ class Rounds:
         self._num_priority_rounds += 1
         return first
 
-    def _cancel(self, row: Running) -> QueuedFrame:
+    def _cancel(self, running: Running) -> QueuedFrame:
         try:
-            self._policy.cancel(row)
+            self._policy.cancel(running)
         except (Exception, SystemExit):  # the rounds of others go on all the same
             logger.exception("the policy could not let go of an answer")
-        return self._release(row)
+        return self._release(running)
 
-    def _release(self, row: Running) -> QueuedFrame:
-        if row is self._retried:
+    def _release(self, running: Running) -> QueuedFrame:
+        if running is self._retried:
             self._retried = None
-        return self._running.pop(row)
+        return self._running.pop(running)
 
     def _retry_or_refuse(
         self,
@@ -171,10 +172,10 @@ class Rounds:
     ) -> tuple[list[QueuedFrame], list[FailedCall]]:
         """Refuse the frame that made a call fail, and queue the others for a retry.
 
-        With `is_lost` every running row is cancelled, too.
+        With `is_lost` every running request is cancelled, too.
         """
         outcome, failure = failure_of(error, len(blamed))
-        lost = [row for row, frame in self._running.items() if is_lost or frame in blamed]
+        lost = [running for running, frame in self._running.items() if is_lost or frame in blamed]
         for frame in dict.fromkeys((*blamed, *map(self._cancel, lost))):
             if frame in blamed:
                 frame.failures.append(failure)
@@ -191,14 +192,14 @@ def _retry_order(frame: QueuedFrame) -> tuple[bool, bool, float]:
     return len(frame.failures) < 2, frame.is_text, frame.deadline_s
 
 
-def _record_outcome(row: Running, frame: QueuedFrame) -> list[FailedCall]:
-    """Store a row's answer or error in its frame; return the failure, if any."""
-    error: Exception | None = row.error
-    if error is None and not isinstance(row.answer, PolicyAnswer):
-        kind = type(row.answer).__name__
+def _record_outcome(running: Running, frame: QueuedFrame) -> list[FailedCall]:
+    """Store a request's answer or error in its frame; return the failure, if any."""
+    error: Exception | None = running.error
+    if error is None and not isinstance(running.answer, PolicyAnswer):
+        kind = type(running.answer).__name__
         error = PolicyFailedError(f"the policy answered with {kind}; PolicyAnswer was expected")
     if error is None:
-        frame.outcome = row.answer
+        frame.outcome = running.answer
         return []
     frame.outcome, failure = failure_of(error, 1)
     frame.failures.append(failure)

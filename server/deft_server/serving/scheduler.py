@@ -1,6 +1,7 @@
 """Frames in, frames to the policy, answers out. Lives on the event loop and never computes.
 
-`queue` decides which frames go; `_dispatch` runs after every arrival and every round.
+`queue` decides which frames go; `_dispatch` runs after every arrival, and whenever the policy's
+thread reports frames that ended.
 """
 
 import asyncio
@@ -111,7 +112,7 @@ class Scheduler:
         try:
             return await answer
         finally:
-            # Behind an answer the rest changes nothing.
+            # After an answer the rest changes nothing.
             del self._answers[frame]
             frame.is_cancelled = True
             if not self.queue.remove(frame):
@@ -250,7 +251,7 @@ class Scheduler:
             self._metrics.policy_failures.labels(call.kind).inc()
         if not failures and self._settings.log_batches:
             for frame in ended:
-                logger.info("a batch of %d took %.3f ms", frame.size, frame.service_s * 1000)
+                logger.info("a batch of %d took %.3f ms", frame.batch_size, frame.service_s * 1000)
         before = self._admission.max_batch
         self._admission.limit_batches(failures)
         if self._admission.max_batch != before:

@@ -97,10 +97,11 @@ class Service:
         return self.last_info
 
     async def admit(self, caller: Caller) -> None:
-        """Count a frame of a caller before anything is done about it, and wait for its turn.
+        """Count a frame against the rate of its caller's key, and wait until the rate allows it.
 
-        Every protocol calls this before it decodes a frame, so that bad frames count, too. Raises
-        `OverloadedError` or `MissingKeyError`.
+        The gate has checked who calls; this checks how often. Every protocol calls it before it
+        decodes a frame, so that bad frames count, too. Raises `OverloadedError` where the wait
+        would be too long, `MissingKeyError` where the key was removed meanwhile.
         """
         try:
             turn_s = self.access.admit_frame(caller, time.monotonic())

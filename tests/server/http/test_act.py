@@ -519,9 +519,9 @@ def test_messages_with_pictures_are_told_from_raw_ones():
     for encoding in ImageEncoding:
         body = codec.encode_request(ActMessage(seen), encoding)
         request = codec.parse_request(body)
-        assert codec.has_pictures(request) == (encoding is not ImageEncoding.RAW)
+        assert codec.needs_decoding(request) == (encoding is not ImageEncoding.RAW)
     mixed = fields(cameras={"wrist": {"encoding": "png", "data": PNG}})
-    assert codec.has_pictures(codec.parse_request(msgpack.packb(mixed)))
+    assert codec.needs_decoding(codec.parse_request(msgpack.packb(mixed)))
 
 
 def test_a_content_type_may_carry_parameters():

@@ -213,7 +213,7 @@ def test_frames_share_rounds_and_are_cut_at_their_deadlines():
     assert len(policy.rounds) < 900_000
     assert [number_of(one.unpacked()) for one in (long, short)] == [1, 1]
     assert isinstance(late.unpacked(), DeadlineError)
-    assert (long.size, short.size) == (3, 3)
+    assert (long.batch_size, short.batch_size) == (3, 3)
 
 
 def test_a_stepped_replica_has_a_place_for_each_frame_of_a_batch():

@@ -13,7 +13,7 @@ from tests.server.serving.queued import queued
 def test_frames_that_a_replica_answers_at_the_same_time_share_its_time(num_frames, size, busy_s):
     metrics = Metrics()
     for number in range(num_frames):
-        metrics.count_frame(queued(number, "a", 0.0, service_s=2.0, size=size))
+        metrics.count_frame(queued(number, "a", 0.0, service_s=2.0, batch_size=size))
     assert f'deft_replica_seconds_total{{replica="0"}} {busy_s}\n' in metrics.page().decode()
 
 

@@ -72,7 +72,7 @@ def test_each_leaves_when_it_is_done_and_others_join_in_between():
     assert policy.rounds == [
         ["5 long", "1 short"], ["5 long"], ["5 long", "2 late"], ["5 long", "2 late"], ["5 long"],
     ]  # fmt: skip
-    assert [one.size for one in (long, short, late)] == [2, 2, 2]
+    assert [one.batch_size for one in (long, short, late)] == [2, 2, 2]
     assert rounds.num_running == 0
     assert all(isinstance(one.outcome, PolicyAnswer) for one in (long, short, late))
 
@@ -266,7 +266,7 @@ def test_a_policy_that_cannot_be_stepped_answers_in_one_round():
     rounds = Rounds(policy)
     both = [asked("a"), asked("b")]
     assert played(rounds, *both) == both
-    assert (policy.sizes, both[0].size, rounds.num_running) == ([2], 2, 0)
+    assert (policy.sizes, both[0].batch_size, rounds.num_running) == ([2], 2, 0)
 
 
 def batch_of(*instructions: str) -> list[QueuedFrame]:
