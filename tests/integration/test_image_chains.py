@@ -1,6 +1,7 @@
 """`deft doctor --demonstration`: a wrong image chain or statistics key is told, a right one too."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from deft_policies.families.options import ModelOptions
 from deft_policies.memory import SessionMemory
 from deft_policies.tiny_libero import CHECKPOINT, STATISTICS_KEY
 from deft_server.commands import doctor
-from deft_server.commands.doctor import EVERY, judge_chain, judge_statistics
+from deft_server.commands.doctor import EVERY, judge_chain, judge_gripper, judge_statistics
 from tests.core.samples import frame
 
 FLAGS = ("--checkpoint", str(CHECKPOINT), "--statistics-key", STATISTICS_KEY, "--port", "0")
@@ -86,3 +87,48 @@ def test_chains_that_are_no_better_than_not_looking_say_nothing() -> None:
 def test_actions_beyond_the_statistics_hint_at_another_key() -> None:
     assert judge_statistics(0.02).verdict is Verdict.GOOD
     assert "--statistics-key" in judge_statistics(0.4).text
+
+
+def test_a_gripper_that_is_the_other_way_round_is_an_error() -> None:
+    done = np.array([1.0] * 8 + [0.0] * 16)
+    answered = np.where(done > 0.5, 0.9, 0.1)
+    assert judge_gripper(answered, done, 2.0).verdict is Verdict.GOOD
+    for turned in (-done, 1 - done, 1 - 2 * done):
+        found = judge_gripper(answered, turned, 2.0)
+        assert found.verdict is Verdict.BAD
+        assert "the other way round in 24 of 24 frames" in found.text
+    text = judge_gripper(answered, -done, 2.0).text
+    assert "demonstration has -1 the policy answers 0.9" in text
+    some_wrong = np.concatenate([answered[:-3], [0.9] * 3])
+    assert judge_gripper(some_wrong, done, 2.0).verdict is Verdict.GOOD
+    assert judge_gripper(some_wrong, -done, 2.0).verdict is Verdict.BAD
+
+
+def test_a_gripper_that_cannot_be_told_is_no_error() -> None:
+    done = np.array([1.0] * 22 + [0.0] * 2)
+    mostly_closed = np.array([0.0] * 20 + [1.0] * 2 + [0.0] * 2)
+    for answered, demonstrated in (
+        (done, np.ones(24)),  # nothing is grasped
+        (np.ones(24), done),
+        (mostly_closed, done),  # opposite in most frames, but not where the demonstration is low
+    ):
+        found = judge_gripper(answered, demonstrated, 2.0)
+        assert found.verdict is Verdict.DOUBTFUL
+        assert "cannot be told" in found.text
+
+
+def test_a_demonstration_whose_gripper_was_negated_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = demonstrate(tmp_path / "data", ImageChain.NONE)
+    answer_through = doctor.answer_through
+
+    def negated(*given: Any) -> np.ndarray:
+        return answer_through(*given) * np.array([1.0] * 6 + [-1.0])
+
+    asked = [*FLAGS, "--demonstration", str(data)]
+    assert doctor.main(asked) == 0
+    assert "the same way round" in capsys.readouterr().out
+    monkeypatch.setattr(doctor, "answer_through", negated)
+    assert doctor.main(asked) == 1
+    assert "the gripper is the other way round in 8 of 8 frames" in capsys.readouterr().out

@@ -106,7 +106,10 @@ class EcotFamily(OpenVLAFamily):
         self._max_tokens = _find_room(config, options.max_tokens)
         self.summary = f"ecot: up to {self._max_tokens} tokens of text and action from one picture"
         if self._acts_at_once:
-            self.summary += ", and by OpenVLA's prompt one action at once"
+            self.summary = (
+                "openvla and ecot: an action at once from one picture, or after up to "
+                f"{self._max_tokens} tokens of text where asked to think aloud"
+            )
 
     widest = WIDEST
 

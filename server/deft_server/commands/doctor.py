@@ -2,7 +2,8 @@
 
 By a demonstration it tells, too, whether frames reach the policy as those of its training did: they
 are answered one by one through every image chain, with nothing remembered, and the chain of the
-training comes nearest to what was done then.
+training comes nearest to what was done then. Of the nearest chain's answers it compares which way
+round the gripper is.
 
 With another environment's interpreter it has the model's own code answer the same frames.
 """
@@ -50,8 +51,11 @@ EVERY = 7  # steps, so that the frames differ
 _CLEAR = 2.0  # standard errors between two chains before one is called nearer
 _BEYOND = 1e-3  # of the range; less is rounding
 _TOO_FAR = 0.9  # of the error of never looking
+_ONE_CLASS = 0.2  # of the range: a gripper that moves less neither opens nor closes
+_MOST = 2 / 3  # of the frames of a class: more is no chance
 
 Errors = NDArray[np.float64]  # [frame], in shares of the statistics' range
+Numbers = NDArray[np.float64]  # [frame]
 
 
 def examine(command: PolicyCommand, settings: Settings) -> list[Finding]:
@@ -199,15 +203,14 @@ def examine_chains(command: PolicyCommand, data: Path, cameras: Sequence[str]) -
     if done.shape[1] != len(limits.low):
         raise PolicyError(f"{data}: actions have {done.shape[1]} numbers, not {len(limits.low)}")
     width = np.maximum(limits.high - limits.low, 1e-9)
-    errors = {
-        chain: (np.abs(answer_through(policy, steps, chain) - done) / width).mean(axis=1)
-        for chain in ImageChain
-    }
+    answers = {chain: answer_through(policy, steps, chain) for chain in ImageChain}
+    errors = {chain: (np.abs(one - done) / width).mean(axis=1) for chain, one in answers.items()}
     mean_action = (np.abs(done.mean(axis=0) - done) / width).mean(axis=1)
     beyond = np.maximum(limits.low - done, done - limits.high) / width
     return [
         judge_statistics(float((beyond > _BEYOND).mean())),
         judge_chain(chosen, errors, float(mean_action.mean())),
+        judge_gripper(answers[_nearest(errors)][:, -1], done[:, -1], float(width[-1])),
     ]
 
 
@@ -230,7 +233,11 @@ def answer_through(
 def judge_statistics(share_beyond: float) -> Finding:
     """Are the demonstrated actions in the range that the statistics allow?"""
     if share_beyond > 0.05:  # the statistics are the 1st and the 99th percentile
-        text = f"{share_beyond:.0%} of the demonstrated numbers lie beyond the statistics' range"
+        text = (
+            f"{share_beyond:.0%} of the demonstrated numbers lie beyond the statistics' range; "
+            "of the right key it is usually 2%, because the range is from the 1st to the 99th "
+            "percentile"
+        )
         return Finding("statistics", Verdict.DOUBTFUL, f"{text}: another --statistics-key?")
     return Finding("statistics", Verdict.GOOD, "the demonstration lies in their range")
 
@@ -239,7 +246,7 @@ def judge_chain(
     chosen: ImageChain, errors: Mapping[ImageChain, Errors], never_looking: float
 ) -> Finding:
     """Is the chosen chain the nearest, and is the nearest any good?"""
-    nearest = min(errors, key=lambda chain: float(errors[chain].mean()))
+    nearest = _nearest(errors)
     distances = ", ".join(f"{chain.value} {errors[chain].mean():.2%}" for chain in errors)
     text = f"distance to the demonstration, in shares of the range: {distances}"
     if errors[nearest].mean() > _TOO_FAR * never_looking:
@@ -256,6 +263,46 @@ def judge_chain(
     else:
         text += f". These frames do not tell yours, `{chosen.value}`, from the nearest other chain"
     return Finding("image chain", Verdict.GOOD, text)
+
+
+def _nearest(errors: Mapping[ImageChain, Errors]) -> ImageChain:
+    return min(errors, key=lambda chain: float(errors[chain].mean()))
+
+
+def judge_gripper(answered: Numbers, done: Numbers, width: float) -> Finding:
+    """Does the policy's last number rise where the demonstration's does? Both are [frame].
+
+    Each is split about the middle of its own values, because a data set may count from -1 to 1 and
+    a policy from 0 to 1. Frames in which the demonstration is high and those in which it is low
+    count apart: a policy that mostly opens agrees with most frames of a demonstration that does.
+    """
+    for name, values in (("the demonstration", done), ("the policy", answered)):
+        if np.ptp(values) < _ONE_CLASS * width:
+            text = f"cannot be told: {name} has it at about {np.median(values):.2g} in all frames"
+            return Finding("gripper", Verdict.DOUBTFUL, f"{text}; give episodes that grasp")
+    is_high, is_answered_high = (values > _middle(values) for values in (done, answered))
+    is_equal = is_high == is_answered_high
+    equal = [float(is_equal[side].mean()) for side in (is_high, ~is_high)]
+    num, count = len(done), int(is_equal.sum())
+    if min(equal) > _MOST:
+        text = f"the same way round as the demonstration's in {count} of {num} frames"
+        return Finding("gripper", Verdict.GOOD, text)
+    if max(equal) < 1 - _MOST:
+        high, low = (np.median(done[side]) for side in (is_high, ~is_high))
+        own_low, own_high = (np.median(answered[side]) for side in (is_high, ~is_high))
+        text = (
+            f"the gripper is the other way round in {num - count} of {num} frames: where the "
+            f"demonstration has {high:.2g} the policy answers {own_low:.2g}, and where it has "
+            f"{low:.2g} the policy answers {own_high:.2g}. Turn the last number of every action "
+            "round, in the data or on the way to the robot, whichever is wrong"
+        )
+        return Finding("gripper", Verdict.BAD, text)
+    text = f"cannot be told: as the demonstration's in {count} of {num} frames"
+    return Finding("gripper", Verdict.DOUBTFUL, text)
+
+
+def _middle(values: Numbers) -> float:
+    return float(values.min() + values.max()) / 2
 
 
 def _is_clear(gap: Errors) -> bool:
