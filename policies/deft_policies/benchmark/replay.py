@@ -3,8 +3,11 @@
 The observations come from a data set's episodes or listed pictures, or are generated.
 """
 
+import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -137,12 +140,15 @@ def replay(
     contenders: Sequence[Contender],
     frames: Sequence[ReplayFrame],
     num_warm_ups: int,
+    *,
+    may_stop: bool = False,
 ) -> list[Replay]:
     """Answer every frame with every contender, taking turns frame by frame.
 
     Taking turns spreads what else happens on the machine evenly. The first frames are answered
-    `num_warm_ups` times beforehand, in sessions of their own, and not counted. Interrupted, it
-    returns the answers of the frames that every contender has answered, if there are any.
+    `num_warm_ups` times beforehand, in sessions of their own, and not counted. With
+    `may_stop`, SIGINT or SIGTERM makes it return the answers of the frames that every contender has
+    answered, if there are any.
     """
     for contender in contenders:
         warm = Replay(contender)
@@ -151,16 +157,33 @@ def replay(
     runs = [Replay(contender) for contender in contenders]
     name = ", ".join(contender.name for contender in contenders)
     try:
-        for frame in counted(frames, len(frames), name, "frame"):
-            for run in runs:
-                run.answers.append(_answer(run, frame))
+        with terminated_as_interrupted() if may_stop else nullcontext():
+            for frame in counted(frames, len(frames), name, "frame"):
+                for run in runs:
+                    run.answers.append(_answer(run, frame))
     except KeyboardInterrupt:
         done = min(len(run.answers) for run in runs)
-        if not done:
+        if not may_stop or not done:
             raise
         for run in runs:
             del run.answers[done:]
     return runs
+
+
+@contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM, which `timeout` and batch systems send, raises `KeyboardInterrupt` as SIGINT does.
+
+    Signals reach the main thread alone; in others nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _answer(run: Replay, frame: ReplayFrame) -> MeasuredAnswer:

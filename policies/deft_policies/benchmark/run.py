@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from deft_core.datasets.flags import read_cameras
+from deft_core.measures.statistics import LEAST_EPISODES
 from deft_core.types import ActOptions
 from deft_policies.base import Policy
 from deft_policies.benchmark.audit import audit, check_equal
@@ -27,10 +28,11 @@ from deft_policies.benchmark.shipped import read_shipped
 from deft_policies.benchmark.summary import summarise_decoding, summarise_speed
 from deft_policies.benchmark.tables import Report
 from deft_policies.commands.parse import target_flags
-from deft_policies.decoding.methods import AUTOREGRESSIVE, DEFAULT_METHOD
+from deft_policies.decoding.methods import AUTOREGRESSIVE, DEFAULT_METHOD, find_method
 from deft_policies.errors import PolicyError
 from deft_policies.families.loading import load_float32_twin, load_token_policy
 from deft_policies.families.model_policy import ModelPolicy
+from deft_policies.families.openvla import OpenVLA
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.formats import Precision
 from deft_policies.progress import shown
@@ -93,12 +95,13 @@ def run_benchmark(request: BenchRequest, find_others: FindOthers) -> int:
 
 
 def next_command(contenders: Sequence[Contender], report: Report, given: Namespace) -> str:
-    """The line that serves the fastest method with plain decoding's answers.
+    """The line that serves the fastest exact method, with its knobs.
 
     It names no method that was slower than plain decoding, nor a draft head with which every method
     was. A faster method with other answers is named, too, to be tried in episodes before it is
-    served.
+    served. Where no speed-up may be quoted it names none, and says how to measure again.
     """
+    target = target_flags(given)
     found = zip(contenders, report.speeds, report.decodings, strict=False)
     rows = sorted(
         (
@@ -110,12 +113,23 @@ def next_command(contenders: Sequence[Contender], report: Report, given: Namespa
     )
     plain = next((row for row in rows if row[1].decoding == AUTOREGRESSIVE), None)
     if plain is None:
-        return f"next: deft serve {target_flags(given)}"
+        return f"next: deft serve {target}"
+    speedups = [one.faster_than(plain[0]) for one in report.speeds if one is not plain[0]]
+    if doubtful := [one for one in speedups if one.doubts]:
+        lacks = []
+        if any(one.num_episodes < LEAST_EPISODES for one in doubtful):
+            lacks.append(f"with frames of {LEAST_EPISODES} episodes or more")
+        if any(len(one.doubts) > (one.num_episodes < LEAST_EPISODES) for one in doubtful):
+            lacks.append("on an idle machine")
+        return (
+            f"next: measure again {' and '.join(lacks)}, before you choose a method by its speed; "
+            f"`deft serve {target}` needs no choice"
+        )
     faster = [row for row in rows if row[0].total.mean < plain[0].total.mean]
-    exact = next((row for row in faster if row[2] == 1.0), None)
+    exact = next((one for _, one, equal in faster if equal == 1.0 and is_exact(one)), None)
     lines = []
-    if faster and faster[0][2] < 1.0:
-        relaxed, share = faster[0][1], faster[0][2]
+    if faster and faster[0][1] is not exact:
+        _, relaxed, share = faster[0]
         lines.append(
             f"{relaxed.name} was faster, with other answers in {100 - 100 * share:.1f}%: "
             f"play episodes before a robot does: deft-client eval SUITE{_method_flags(relaxed)}"
@@ -128,12 +142,7 @@ def next_command(contenders: Sequence[Contender], report: Report, given: Namespa
                 f"{'it' if len(heads) == 1 else 'them'}."
             )
         target = target_flags(given, "--draft-head")
-        return "\n".join([*lines, f"next: deft serve {target}{_method_flags(plain[1])}"])
-    speed, one, _ = exact
-    is_shown = not speed.faster_than(plain[0]).doubts
-    # Without a conclusion the server's own guard decides.
-    flags = _method_flags(one) if is_shown else ""
-    return "\n".join([*lines, f"next: deft serve {target_flags(given)}{flags}"])
+    return "\n".join([*lines, f"next: deft serve {target}{_method_flags(exact or plain[1])}"])
 
 
 def _method_flags(contender: Contender) -> str:
@@ -185,7 +194,7 @@ def measure(
     for contender in contenders:
         for frame in frames:
             contender.policy.check(frame.observation, contender.options(frame))
-    runs, num_asked = replay(contenders, frames, num_warm_ups), len(frames)
+    runs, num_asked = replay(contenders, frames, num_warm_ups, may_stop=True), len(frames)
     frames = frames[: len(runs[0].answers)]  # an interrupted replay has some alone
     info = policy.info
     report = Report(
@@ -205,19 +214,28 @@ def measure(
         return report
     plain = next(run for run in runs if run.contender.decoding == AUTOREGRESSIVE)
     spaces = [policy.action_space(frame.statistics_key) for frame in frames]
-    decodings = tuple(summarise_decoding(run, plain, spaces) for run in runs)
-    exact = [run for run in runs if run is not plain and _is_exact(run.contender)]
+    model = policy.model
+    bins = model.target.action_tokens if isinstance(model, OpenVLA) else None
+    decodings = tuple(summarise_decoding(run, plain, spaces, bins) for run in runs)
+    exact = [run for run in runs if run is not plain and _must_equal(run.contender)]
     equality = [check_equal(run, plain, frames) for run in exact if has_audit]
     return replace(report, decodings=decodings, equality=tuple(equality))
 
 
-def _is_exact(contender: Contender) -> bool:
+def is_exact(contender: Contender) -> bool:
     """Whether it must answer what plain decoding answers."""
-    if contender.decoding is None or not isinstance(contender.policy, VlaPolicy):
+    if contender.decoding is None or contender.radius:
         return False
-    method = contender.policy.method_for(ActOptions(decoding=contender.decoding))
-    is_greedy = method.temperature == 0.0
-    return method.rule.is_exact and is_greedy and not contender.radius
+    if isinstance(contender.policy, VlaPolicy):
+        method = contender.policy.method_for(ActOptions(decoding=contender.decoding))
+    else:
+        method = find_method(contender.decoding)
+    return method.rule.is_exact and method.temperature == 0.0
+
+
+def _must_equal(contender: Contender) -> bool:
+    """Whether an audit compares it with plain decoding."""
+    return isinstance(contender.policy, VlaPolicy) and is_exact(contender)
 
 
 def _contenders(

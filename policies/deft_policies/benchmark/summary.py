@@ -17,6 +17,7 @@ from deft_policies.benchmark.replay import Contender, Replay, ReplayFrame
 from deft_policies.decoding.acceptance.rule import ActionSpace, DimensionGroup
 from deft_policies.decoding.plan import ACTION_PLANS, NUMBER_PLANS, PLAIN, TEXT_PLANS, Plan
 from deft_policies.families.policy import VlaPolicy
+from deft_policies.model.sizes import TokenRange
 
 # Stage names as users know them, and their fields.
 STAGES = (
@@ -101,8 +102,16 @@ def summarise_speed(run: Replay, frames: Sequence[ReplayFrame] = ()) -> Speed:
     )
 
 
-def summarise_decoding(run: Replay, plain: Replay, spaces: Sequence[ActionSpace]) -> Decoding:
-    """Compare a run with plain decoding of the same frames; `spaces` is per frame."""
+def summarise_decoding(
+    run: Replay,
+    plain: Replay,
+    spaces: Sequence[ActionSpace],
+    action_tokens: TokenRange | None = None,
+) -> Decoding:
+    """Compare a run with plain decoding of the same frames; `spaces` is per frame.
+
+    A token outside `action_tokens` counts as the nearest inside, as it does for the robot.
+    """
     traces = [answer.chunk.trace for answer in run.answers]
     reference = [answer.chunk.trace for answer in plain.answers]
     pairs = [
@@ -111,7 +120,8 @@ def summarise_decoding(run: Replay, plain: Replay, spaces: Sequence[ActionSpace]
         if own is not None and other is not None
     ]
     acting = [
-        (_action_of(own, space), _action_of(other, space), space) for own, other, space in pairs
+        (_bins_of(own, space, action_tokens), _bins_of(other, space, action_tokens), space)
+        for own, other, space in pairs
     ]
     acting = [one for one in acting if len(one[0]) == len(one[1]) == one[2].length]
     bins, moved = [np.abs(own - other) for own, other, _ in acting], [one[2] for one in acting]
@@ -143,10 +153,16 @@ def _plans_of(contender: Contender) -> dict[str, Plan]:
     return {plan.name: plan for plan in all_plans}
 
 
-def _action_of(trace: DecodeTrace, space: ActionSpace) -> NDArray[np.int64]:
+def _bins_of(
+    trace: DecodeTrace, space: ActionSpace, action_tokens: TokenRange | None
+) -> NDArray[np.int64]:
     """The tokens of an action: all of them, or those before the stop token of a text."""
     is_text = bool(trace.parts)
-    return np.array(trace.tokens[-1 - space.length : -1] if is_text else trace.tokens)
+    tokens = np.array(trace.tokens[-1 - space.length : -1] if is_text else trace.tokens)
+    if action_tokens is None:
+        return tokens
+    # The lowest id decodes like its neighbour (`ActionCodec`).
+    return np.clip(tokens, action_tokens.first + 1, action_tokens.last)
 
 
 def _mean_distance(

@@ -1,6 +1,7 @@
 """`deft bench` as its user calls it, and the arithmetic behind its tables."""
 
 import json
+import signal
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
@@ -63,6 +64,7 @@ from deft_policies.families.options import ModelOptions
 from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.formats import Precision
 from deft_policies.model.random_weights import openvla_7b
+from deft_policies.model.sizes import TokenRange
 from deft_server.__main__ import main as deft
 from scripts.bench.decoding import main as bench
 from tests import golden, golden_pi0fast, golden_qwenfast
@@ -139,9 +141,31 @@ def test_the_last_line_names_no_method_where_no_speed_up_can_be_told() -> None:
     exact = (Contender("pld", policy, "pld"), 6.0, 1.0)
     contenders, report = compared(plain, exact)
     few = tuple(replace(one, episodes_ms=one.episodes_ms[:2]) for one in report.speeds)
-    assert next_command(contenders, replace(report, speeds=few), given) == (
-        "next: deft serve --checkpoint m"
-    )
+    said = next_command(contenders, replace(report, speeds=few), given)
+    assert said.startswith("next: measure again with frames of 5 episodes or more, ")
+    assert said.endswith("`deft serve --checkpoint m` needs no choice")
+    assert "pld" not in said
+    shared = tuple(replace(one, worked_ms=20 * 1.0) for one in report.speeds)
+    said = next_command(contenders, replace(report, speeds=shared), given)
+    assert said.startswith("next: measure again on an idle machine, ")
+    assert "pld" not in said
+
+
+def test_the_last_line_serves_a_variant_of_a_method_that_was_faster_than_the_method() -> None:
+    policy, given = ConstantPolicy(), Namespace(policy="model", checkpoint="m", statistics_key=None)
+    rows = [
+        (Contender(name, policy, name), milliseconds, 1.0)
+        for name, milliseconds in (
+            ("autoregressive", 9.0),
+            ("lossless", 12.0),
+            ("lossless:drafts=mean", 8.5),
+            ("deft", 8.0),  # relaxed, and equal on these frames by chance
+        )
+    ]
+    serve = "next: deft serve --checkpoint m --decoding"
+    said = next_command(*compared(*rows), given).splitlines()
+    assert said[-1] == f"{serve} lossless:drafts=mean"
+    assert next_command(*compared(*rows[:2]), given) == f"{serve} autoregressive"
 
 
 def test_a_head_with_which_nothing_was_faster_is_not_served() -> None:
@@ -162,11 +186,14 @@ def test_a_head_with_which_nothing_was_faster_is_not_served() -> None:
     )
 
 
-def test_an_interrupted_bench_keeps_the_frames_that_all_have_answered() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_bench_keeps_the_frames_that_all_have_answered(
+    number: signal.Signals,
+) -> None:
     class Stopped(ConstantPolicy):
         def act(self, batch: Sequence[PolicyRequest]) -> list[PolicyAnswer]:
             if batch[0].observation.instruction == "stop":
-                raise KeyboardInterrupt
+                signal.raise_signal(number)
             return super().act(batch)
 
     frames = generate_frames(5)
@@ -179,6 +206,9 @@ def test_an_interrupted_bench_keeps_the_frames_that_all_have_answered() -> None:
     assert "Interrupted: 3 of 5 frames." in report.render()
     with pytest.raises(KeyboardInterrupt):  # nothing is kept of nothing
         measure(ConstantPolicy(), contenders, [stop], 0)
+    if number is signal.SIGINT:  # others than a bench keep nothing of a part
+        with pytest.raises(KeyboardInterrupt):
+            replay(contenders, shown, 0)
 
 
 def test_plans_are_named_with_how_often_and_what_they_are() -> None:
@@ -351,6 +381,11 @@ def test_decoding_is_summed_up_against_plain_decoding_of_the_same_frames() -> No
     assert (found.mean_bins, found.max_bins) == (1.0, 2)
     assert (found.mean_mm, found.mean_deg) == (1.0, 0.0)
     assert found.speculation.drafted_by_token == (1.0, 0.0, 0.0)
+    beyond = replace(relaxed[0], tokens=(2, 20, 30))  # no action token; the robot gets the nearest
+    found = summarise_decoding(
+        run_of("deft", [beyond]), run_of("plain", plain), [space], TokenRange(7, 262)
+    )
+    assert found.max_bins == 2  # from 10 to 8: the lowest id, 7, decodes like its neighbour
     same = summarise_decoding(run_of("plain", plain), run_of("plain", plain), [space])
     assert (same.equal_actions, same.max_bins) == (1.0, 0)
     assert same.speculation is not None
@@ -507,7 +542,8 @@ def test_the_policy_that_ships_can_be_audited(
     told = capsys.readouterr().out
     assert f"lossless gives 2 of 2 answers of plain decoding in {dtype}" in told
     assert "deft gives" not in told  # it is not exact
-    assert "next: deft serve --policy tiny-libero --device cpu" in told
+    assert "next: measure again with frames of 5 episodes or more" in told
+    assert "`deft serve --policy tiny-libero --device cpu" in told
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
