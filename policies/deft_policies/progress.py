@@ -52,14 +52,17 @@ def describe_progress() -> str:
 def shown(every_s: float = _LINE_EVERY_S, written: Event | None = None) -> Iterator[None]:
     """Write what is done just now to standard error, now and then, while a block runs.
 
-    `written` is set when a line is.
+    What has not changed since the line before is not written again. `written` is set when a line
+    is.
     """
     ended, written = Event(), written or Event()
 
     def show() -> None:
+        said = ""
         while not ended.wait(every_s):
-            if text := describe_progress():
+            if (text := describe_progress()) and text != said:
                 _say(text)
+                said = text
                 written.set()
 
     thread = Thread(target=show, name="deft-progress", daemon=True)

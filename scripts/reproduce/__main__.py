@@ -22,6 +22,7 @@ from deft_core.datasets.flags import add_camera_flag, read_cameras
 from deft_core.files import write_atomically
 from deft_core.program import CommandParser, distribution_version
 from deft_policies.commands.parse import parse_command, run_command, target_flags
+from deft_policies.decoding.methods import DEFAULT_METHOD
 from scripts.reproduce.choices import record_choices
 from scripts.reproduce.listing import list_tables
 from scripts.reproduce.page import (
@@ -99,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         "studies",
         nargs="*",
         metavar="STUDY[/TABLE]",
-        help=f"{', '.join(names)} or {ALL}",
+        help=f"{', '.join(names)} or {ALL}; or the path of a study of your own, MINE{SUFFIX}",
     )
     parser.add_argument(
         "--list", action="store_true", help="print the tables, what they show, and minutes"
@@ -163,19 +164,21 @@ def refuse_changed_sources(out: Path, root: Path = ROOT) -> None:
 def _reproduce(given: argparse.Namespace, words: PolicyWords) -> int:
     out: Path = given.out
     refuse_changed_sources(out)
-    studies = _load([text.partition("/")[0] for text in given.studies], out)
-    rows = _rows(given, studies)
+    _refuse_unused(given)
+    asked = [split_study(text) for text in given.studies]
+    studies = _load([name for name, _ in asked], out)
+    rows = _rows(given, studies, [key for _, key in asked])
     unpack(out)
     episodes = Played(words, out, given.suite, _evaluation_flags(given), given.host)
     frames = _frames(given, studies[0], episodes)
     replays = Replays(words, out)
-    tables = [text for text in given.studies if "/" in text]
+    tables = [(Path(name).stem, key) for name, key in asked if key]
     num_timed = given.time or (_QUICK_TIMES if given.quick else 0)
     try:
         if studies[0].num_frames:
             replays.record(rows, frames)
             # Where whole studies are asked for: it belongs to none of their tables.
-            if len(tables) < len(given.studies) and any(one.says_how_sure for one in studies):
+            if len(tables) < len(asked) and any(one.says_how_sure for one in studies):
                 record_choices(words.load(), frames, out)
         if num_timed:
             replays.time(rows, frames.for_times(num_timed))
@@ -187,18 +190,37 @@ def _reproduce(given: argparse.Namespace, words: PolicyWords) -> int:
             _write_strip(frames, out / STRIP)
         write(out)
     results = ResultsFolder(out)
-    for text in tables:
-        sys.stdout.write(f"{results.table_text(*text.split('/'))}\n\n")
+    for name, key in tables:
+        sys.stdout.write(f"{results.table_text(name, key)}\n\n")
     sys.stdout.write(
         f"wrote {out / PAGE}\nnext: python -m scripts.reproduce --check {quote(str(out))}\n"
     )
     return 0
 
 
-def _rows(given: argparse.Namespace, studies: Sequence[Study]) -> list[Row]:
+def split_study(text: str) -> tuple[str, str]:
+    """The study, a name or the path of a file, and the table; empty for all of its tables."""
+    if SUFFIX in text:
+        path, _, key = text.rpartition(SUFFIX)
+        return f"{path}{SUFFIX}", key.removeprefix("/")
+    name, _, key = text.partition("/")
+    return name, key
+
+
+def _refuse_unused(given: argparse.Namespace) -> None:
+    """Raise `ReproductionError` for flags of the policy that no row would heed."""
+    if getattr(given, "decoding", DEFAULT_METHOD) != DEFAULT_METHOD:
+        raise ReproductionError(
+            f"--decoding {given.decoding}: every row says its own method; write a study with a row "
+            "for yours (docs/reproducing.md) and give its path"
+        )
+    if getattr(given, "radius", None) is not None:
+        raise ReproductionError(f"--radius {given.radius}: write METHOD:radius=N in a row instead")
+
+
+def _rows(given: argparse.Namespace, studies: Sequence[Study], keys: Sequence[str]) -> list[Row]:
     """Those asked for; `ReproductionError` where there are none."""
-    keys = [text.partition("/")[2] for text in given.studies] + [""] * len(studies)
-    asked = zip(studies, keys, strict=False)
+    asked = zip(studies, [*keys, *[""] * len(studies)], strict=False)
     found = distinct(row for study, key in asked for row in study.rows(key, given.row))
     if len(found) < 2:
         raise ReproductionError(
@@ -209,18 +231,24 @@ def _rows(given: argparse.Namespace, studies: Sequence[Study]) -> list[Row]:
 
 
 def _load(names: Sequence[str], out: Path) -> list[Study]:
-    """The studies asked for; their files go with the results, which mean what they say."""
+    """The studies asked for, by name or path; their files go with the results."""
     known = study_names()
     if ALL in names:  # those that answer frames
         names = [name for name in known if load_study(FOLDER / f"{name}{SUFFIX}").num_frames]
-    unknown = set(names) - set(known)
+    unknown = {name for name in names if not name.endswith(SUFFIX)} - set(known)
     if unknown:
-        raise ReproductionError(f"unknown study {min(unknown)!r}; known: {', '.join(known)}, {ALL}")
+        raise ReproductionError(
+            f"unknown study {min(unknown)!r}; known: {', '.join(known)}, {ALL}, or the path of a "
+            f"file that ends in {SUFFIX}"
+        )
+    paths = [Path(name) if name.endswith(SUFFIX) else FOLDER / f"{name}{SUFFIX}" for name in names]
+    studies = [load_study(path) for path in paths]
     (out / STUDIES).mkdir(parents=True, exist_ok=True)
-    paths = [FOLDER / f"{name}{SUFFIX}" for name in names]
     for path in paths:
-        shutil.copyfile(path, out / STUDIES / path.name)
-    return [load_study(path) for path in paths]
+        kept = out / STUDIES / path.name
+        if path.resolve() != kept.resolve():
+            shutil.copyfile(path, kept)
+    return studies
 
 
 def _evaluation_flags(given: argparse.Namespace) -> tuple[str, ...]:

@@ -45,7 +45,7 @@ def record_choices(policy: VlaPolicy, frames: FrameSet, out: Path) -> None:
             raise ReproductionError(f"{out / FILE} was made of other frames or weights: delete it")
         return
     lines: list[object] = [header]
-    for key, seen in tqdm(frames.episodes(), unit="episode", desc="choices"):
+    for key, seen in tqdm(frames.episodes(), unit="episode", desc="choices", disable=None):
         found = [_choices(policy, model, one) for one in seen]
         names = ("first", "second", "probability", "bits")
         columns = zip(names, zip(*found, strict=True), strict=True)

@@ -183,7 +183,7 @@ class Replays:
             drafts = any(method != AUTOREGRESSIVE for method in methods)
             if folder == TIMED and drafts and not is_captured:
                 policy.warm_up(methods)  # as a server measures plans and widths at its start
-            for key, seen in tqdm(frames.episodes(), unit="episode", desc=folder):
+            for key, seen in tqdm(frames.episodes(), unit="episode", desc=folder, disable=None):
                 missing = [one for one in opened if not one.has(key)]
                 asked = [ReplayFrame(one, str(key)) for one in seen]
                 if any(one.contender.policy is scripted for one in missing):

@@ -58,9 +58,14 @@ def test_a_command_counts_and_says_how_long_the_rest_takes(
 
 
 def test_a_command_shows_what_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
-    written = Event()
+    written, ended = Event(), Event()
     with shown(every_s=0.001, written=written):
         doing("reading the weights")
         assert written.wait(60)
-    assert capsys.readouterr().err.startswith("reading the weights\n")
+        for _ in range(50):  # looked at often, written once
+            ended.wait(0.001)
+        written.clear()
+        doing("answering known frames as a test")
+        assert written.wait(60)
+    assert capsys.readouterr().err == "reading the weights\nanswering known frames as a test\n"
     assert describe_progress() == ""

@@ -548,6 +548,46 @@ def test_the_command_runs_a_study_over_a_policy_given_by_flags(tmp_path, data, c
     assert "'nothing'; known: block-head" in capsys.readouterr().err
 
 
+OWN_STUDY = """
+title = "Mine"
+about = "A method of one's own beside exact decoding."
+num_frames = 4
+
+[[table]]
+key = "small"
+title = "Within four bins"
+measures = ["passes", "equal"]
+row = [
+  { name = "lossless", method = "lossless:drafts=previous" },
+  { name = "within four bins", method = "within-bins:drafts=previous" },
+]
+"""
+
+
+def test_a_study_of_ones_own_is_given_by_its_path(tmp_path, data, capsys):
+    path, out = tmp_path / "mine.toml", tmp_path / "out"
+    path.write_text(OWN_STUDY)
+    flags = ["--random-weights", "small", "--threads", "1", "--no-episodes", "--out", str(out)]
+    flags += ["--recording", str(data), "--frames", "4"]
+    assert main([f"{path}/small", *flags]) == 0
+    printed = capsys.readouterr().out
+    assert "## Within four bins" in printed
+    assert "| within four bins | " in printed
+    assert (out / "studies" / "mine.toml").read_text() == OWN_STUDY
+    assert main([str(path), *flags]) == 0  # whole, and resumed
+    assert check(out) == []
+    assert main([str(tmp_path / "other.toml"), *flags]) == 1
+    assert "other.toml is no study" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", [["--decoding", "deft"], ["--radius", "3"]])
+def test_a_method_that_no_row_would_answer_with_is_refused(flag, tmp_path, capsys):
+    asked = ["spec-vla/table-2", "--no-episodes", "--out", str(tmp_path / "out"), *flag]
+    assert main(asked) == 1
+    assert " ".join(flag) in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_table_is_printed_for_a_checkpoint_of_ones_own(tmp_path, data, capsys):
     checkpoint = shutil.copytree(tiny_libero.CHECKPOINT, tmp_path / "mine")
     arguments = ["spec-vla/table-2", "--no-episodes", "--recording", str(data), "--frames", "3"]
@@ -701,7 +741,7 @@ def test_a_study_of_times_alone_plays_nothing_to_get_frames(tmp_path, capsys):
 
 def test_a_study_of_times_alone_measures_scripted_drafts_at_any_size(tmp_path, data, capsys):
     out = tmp_path / "out"
-    flags = ["--random-weights", "small", "--threads", "1", "--decoding", PLAIN]
+    flags = ["--random-weights", "small", "--threads", "1"]
     arguments = ["full-size", "--no-episodes", "--recording", str(data), "--time", "5"]
     assert main([*arguments, "--out", str(out), *flags]) == 0
     assert not (out / "frames").exists()
