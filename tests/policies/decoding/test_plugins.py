@@ -176,7 +176,11 @@ def test_the_page_shows_the_rules_that_the_package_holds(heading: str, module: s
 
 @pytest.mark.parametrize(
     ("heading", "module", "most"),
-    [("A rule, complete", "near_rule.py", 5), ("A source, complete", "middle_source.py", 8)],
+    [
+        ("A rule, complete", "near_rule.py", 5),
+        ("A source, complete", "middle_source.py", 8),
+        ("A source that reads `past`, complete", "trend_source.py", 13),
+    ],
 )
 def test_the_page_begins_with_what_a_stranger_writes_in_a_minute(
     heading: str, module: str, most: int
@@ -235,15 +239,23 @@ def test_the_page_names_all_that_a_source_defines() -> None:
 def test_the_code_of_the_page_compares_a_source_with_plain_decoding(installed: Path) -> None:
     page = (ROOT / "docs" / "plugins.md").read_text()
     code = page.split("## How to test one")[1].split("```python")[1].split("```")[0]
-    pictures = np.random.default_rng(0).integers(0, 256, (3, 28, 28, 3), dtype=np.uint8)
-    known: dict[str, Any] = {
-        "CHECKPOINT": str(ROOT / "tests/golden/tiny_openvla"),
-        "KEY": "libero_spatial",
-        "images": list(pictures),
-    }
+    known: dict[str, Any] = {}
     exec(code, known)
     used = {name for one in known["drafted"] for a_pass in one.passes for name in a_pass.sources}
-    assert used == {"", "middle", "previous"}
+    assert used == {"", "middle", "trend"}
+
+
+def test_a_source_that_reads_past_actions_drafts_from_the_third_frame_on(installed: Path) -> None:
+    decoder = tiny_decoder()
+    plain_session, session = Session.of(1), Session.of(1)
+    plain = Decoding(fast_target(decoder), find_method("autoregressive"))
+    drafted = Decoding(fast_target(decoder), find_method("lossless:drafts=trend"))
+    for step in range(4):
+        prompts = random_prompts(decoder, [2], step)
+        (own,) = drafted.decode(prompts, session)
+        (expected,) = plain.decode(prompts, plain_session)
+        assert own.tokens == expected.tokens
+        assert any("trend" in one.sources for one in own.passes) == (step >= 2)
 
 
 RULE = """
