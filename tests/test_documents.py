@@ -48,13 +48,14 @@ NOT_OURS = {
     "for",
     "done",
     ".venv/bin/pip",
+    ".venv-own/bin/pip",
     ".venv/bin/pytest",
 }
 
 NOT_RUN = "|".join(  # only parsed
     (
         r"(make|pip|ray|python3?|cd|docker|export|git|torchrun|for|done)( |$)",
-        r"\.venv/bin/(pip|pytest)( |$)",
+        r"\.venv(-own)?/bin/(pip|pytest)( |$)",
         r"\.venv-(vla-eval|libero-pro)/bin/",
         # Never ends, takes hours in the simulator, measures the machine, or needs weights.
         r"deft (serve|plan|reproduce)|deft train (policy|correct)",

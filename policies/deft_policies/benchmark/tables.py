@@ -202,7 +202,8 @@ def _columns(baseline: str | None) -> list[Column[BenchRow]]:
         Column(
             "bins: mean, most",
             _of_others(lambda row: f"{row.mean_bins:.2f}, {row.max_bins}"),
-            "how far an action's tokens are from plain decoding's",
+            "how far an action's tokens are from plain decoding's to the same frame; more than the "
+            "rule's limit is usual, because tokens after an accepted draft follow from that draft",
         ),
         Column(
             "mm, degrees",

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -548,20 +549,8 @@ def test_the_command_runs_a_study_over_a_policy_given_by_flags(tmp_path, data, c
     assert "'nothing'; known: block-head" in capsys.readouterr().err
 
 
-OWN_STUDY = """
-title = "Mine"
-about = "A method of one's own beside exact decoding."
-num_frames = 4
-
-[[table]]
-key = "small"
-title = "Within four bins"
-measures = ["passes", "equal"]
-row = [
-  { name = "lossless", method = "lossless:drafts=previous" },
-  { name = "within four bins", method = "within-bins:drafts=previous" },
-]
-"""
+PAGE = ROOT / "docs" / "reproducing.md"
+(OWN_STUDY,) = re.findall(r"^```toml\n(.*?)^```", PAGE.read_text("utf-8"), re.M | re.S)
 
 
 def test_a_study_of_ones_own_is_given_by_its_path(tmp_path, data, capsys):
@@ -572,7 +561,7 @@ def test_a_study_of_ones_own_is_given_by_its_path(tmp_path, data, capsys):
     assert main([f"{path}/small", *flags]) == 0
     printed = capsys.readouterr().out
     assert "## Within four bins" in printed
-    assert "| within four bins | " in printed
+    assert "| mine | " in printed
     assert (out / "studies" / "mine.toml").read_text() == OWN_STUDY
     assert main([str(path), *flags]) == 0  # whole, and resumed
     assert check(out) == []
