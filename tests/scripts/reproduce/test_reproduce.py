@@ -549,8 +549,8 @@ def test_the_command_runs_a_study_over_a_policy_given_by_flags(tmp_path, data, c
     assert "'nothing'; known: block-head" in capsys.readouterr().err
 
 
-PAGE = ROOT / "docs" / "reproducing.md"
-(OWN_STUDY,) = re.findall(r"^```toml\n(.*?)^```", PAGE.read_text("utf-8"), re.M | re.S)
+ABOUT_STUDIES = (ROOT / "docs" / "reproducing.md").read_text("utf-8")
+(OWN_STUDY,) = re.findall(r"^```toml\n(.*?)^```", ABOUT_STUDIES, re.M | re.S)
 
 
 def test_a_study_of_ones_own_is_given_by_its_path(tmp_path, data, capsys):
