@@ -22,8 +22,11 @@ FLAGS = ("--checkpoint", str(CHECKPOINT), "--statistics-key", STATISTICS_KEY, "-
 NUM_STEPS = 8 * EVERY
 
 
-def demonstrate(folder: Path, chain: ImageChain) -> Path:
-    """A recording whose actions are the policy's own, behind a chain."""
+def demonstrate(folder: Path, chain: ImageChain, grasps: bool = False) -> Path:
+    """A recording whose actions are the policy's own, behind a chain.
+
+    With `grasps` the gripper closes and opens in turn, whatever the policy answers.
+    """
     options = ModelOptions(
         checkpoint=str(CHECKPOINT), statistics_key=STATISTICS_KEY, image_chain=chain
     )
@@ -35,7 +38,10 @@ def demonstrate(folder: Path, chain: ImageChain) -> Path:
         chunk = ActionChunk(np.zeros((1, 7)))
         if index % EVERY == 0:  # the others are not looked at
             (answer,) = policy.act([PolicyRequest(seen, SessionMemory(), ActOptions())])
-            chunk = ActionChunk(answer.chunk.actions)
+            actions = answer.chunk.actions.copy()
+            if grasps:
+                actions[:, -1] = index // EVERY % 2
+            chunk = ActionChunk(actions)
         parts.append(encode_step(RecordedStep(index, 0.1 * index, seen, ActOptions(), chunk)))
     folder.mkdir()
     (folder / "episode-0.deftrec").write_bytes(b"".join([*parts, encode_end("reset")]))
@@ -98,7 +104,8 @@ def test_a_gripper_that_is_the_other_way_round_is_an_error() -> None:
         assert found.verdict is Verdict.BAD
         assert "the other way round in 24 of 24 frames" in found.text
     text = judge_gripper(answered, -done, 2.0).text
-    assert "demonstration has -1 the policy answers 0.9" in text
+    assert text.split(": ")[1].startswith("where the demonstration has 0 the policy answers 0.1")
+    assert "where it has -1 the policy answers 0.9" in text
     some_wrong = np.concatenate([answered[:-3], [0.9] * 3])
     assert judge_gripper(some_wrong, done, 2.0).verdict is Verdict.GOOD
     assert judge_gripper(some_wrong, -done, 2.0).verdict is Verdict.BAD
@@ -120,15 +127,19 @@ def test_a_gripper_that_cannot_be_told_is_no_error() -> None:
 def test_a_demonstration_whose_gripper_was_negated_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = demonstrate(tmp_path / "data", ImageChain.NONE)
+    data = demonstrate(tmp_path / "data", ImageChain.NONE, grasps=True)
     answer_through = doctor.answer_through
-
-    def negated(*given: Any) -> np.ndarray:
-        return answer_through(*given) * np.array([1.0] * 6 + [-1.0])
-
     asked = [*FLAGS, "--demonstration", str(data)]
-    assert doctor.main(asked) == 0
-    assert "the same way round" in capsys.readouterr().out
-    monkeypatch.setattr(doctor, "answer_through", negated)
-    assert doctor.main(asked) == 1
-    assert "the gripper is the other way round in 8 of 8 frames" in capsys.readouterr().out
+    for grippers, code, text in (
+        ((0.1, 0.9), 0, "the same way round as the demonstration's in 8 of 8 frames"),
+        ((0.9, 0.1), 1, "the gripper is the other way round in 8 of 8 frames"),
+    ):
+
+        def answers(*given: Any, grippers: tuple[float, ...] = grippers) -> np.ndarray:
+            found = answer_through(*given).copy()
+            found[:, -1] = grippers * 4
+            return found
+
+        monkeypatch.setattr(doctor, "answer_through", answers)
+        assert doctor.main(asked) == code
+        assert text in capsys.readouterr().out

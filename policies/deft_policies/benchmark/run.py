@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from deft_core.datasets.flags import read_cameras
+from deft_core.measures.speed import SpeedUp
 from deft_core.measures.statistics import LEAST_EPISODES
 from deft_core.types import ActOptions
 from deft_policies.base import Policy
@@ -99,7 +101,7 @@ def next_command(contenders: Sequence[Contender], report: Report, given: Namespa
 
     It names no method that was slower than plain decoding, nor a draft head with which every method
     was. A faster method with other answers is named, too, to be tried in episodes before it is
-    served. Where no speed-up may be quoted it names none, and says how to measure again.
+    served. Where no speed-up may be quoted it names none, and is the command to measure again.
     """
     target = target_flags(given)
     found = zip(contenders, report.speeds, report.decodings, strict=False)
@@ -116,15 +118,7 @@ def next_command(contenders: Sequence[Contender], report: Report, given: Namespa
         return f"next: deft serve {target}"
     speedups = [one.faster_than(plain[0]) for one in report.speeds if one is not plain[0]]
     if doubtful := [one for one in speedups if one.doubts]:
-        lacks = []
-        if any(one.num_episodes < LEAST_EPISODES for one in doubtful):
-            lacks.append(f"with frames of {LEAST_EPISODES} episodes or more")
-        if any(len(one.doubts) > (one.num_episodes < LEAST_EPISODES) for one in doubtful):
-            lacks.append("on an idle machine")
-        return (
-            f"next: measure again {' and '.join(lacks)}, before you choose a method by its speed; "
-            f"`deft serve {target}` needs no choice"
-        )
+        return _measure_again(contenders, doubtful, given)
     faster = [row for row in rows if row[0].total.mean < plain[0].total.mean]
     exact = next((one for _, one, equal in faster if equal == 1.0 and is_exact(one)), None)
     lines = []
@@ -143,6 +137,30 @@ def next_command(contenders: Sequence[Contender], report: Report, given: Namespa
             )
         target = target_flags(given, "--draft-head")
     return "\n".join([*lines, f"next: deft serve {target}{_method_flags(exact or plain[1])}"])
+
+
+def _measure_again(
+    contenders: Sequence[Contender], doubtful: Sequence[SpeedUp], given: Namespace
+) -> str:
+    """What the measurement lacked, and the command that takes it again."""
+    is_short = [one.num_episodes < LEAST_EPISODES for one in doubtful]
+    lacks = [f"with frames of {LEAST_EPISODES} episodes or more"] if any(is_short) else []
+    if any(len(one.doubts) > short for one, short in zip(doubtful, is_short, strict=True)):
+        lacks.append("on an idle machine")
+    words = []
+    if getattr(given, "recording", None) is not None:
+        words += ["--recording", str(given.recording)]
+    if not any(is_short) and getattr(given, "frames", None) is not None:
+        words += ["--frames", str(given.frames)]
+    named = [one for one in contenders if one.decoding not in (None, AUTOREGRESSIVE)]
+    for decoding in dict.fromkeys(one.decoding for one in named):
+        words += ["--decoding", str(decoding)]
+    for radius in dict.fromkeys(one.radius for one in named if one.radius is not None):
+        words += ["--radius", str(radius)]
+    return (
+        f"Measure again {' and '.join(lacks)}, before you choose a method by its speed.\n"
+        f"next: deft bench {target_flags(given, '--decoding', '--radius')} {shlex.join(words)}"
+    )
 
 
 def _method_flags(contender: Contender) -> str:

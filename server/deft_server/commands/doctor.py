@@ -288,7 +288,7 @@ def judge_gripper(answered: Numbers, done: Numbers, width: float) -> Finding:
         text = f"the same way round as the demonstration's in {count} of {num} frames"
         return Finding("gripper", Verdict.GOOD, text)
     if max(equal) < 1 - _MOST:
-        high, low = (np.median(done[side]) for side in (is_high, ~is_high))
+        high, low = (np.median(done[side]) + 0.0 for side in (is_high, ~is_high))  # no -0
         own_low, own_high = (np.median(answered[side]) for side in (is_high, ~is_high))
         text = (
             f"the gripper is the other way round in {num - count} of {num} frames: where the "

@@ -141,14 +141,17 @@ def test_the_last_line_names_no_method_where_no_speed_up_can_be_told() -> None:
     exact = (Contender("pld", policy, "pld"), 6.0, 1.0)
     contenders, report = compared(plain, exact)
     few = tuple(replace(one, episodes_ms=one.episodes_ms[:2]) for one in report.speeds)
-    said = next_command(contenders, replace(report, speeds=few), given)
-    assert said.startswith("next: measure again with frames of 5 episodes or more, ")
-    assert said.endswith("`deft serve --checkpoint m` needs no choice")
-    assert "pld" not in said
+    again = "next: deft bench --checkpoint m --decoding pld"
+    said, command = next_command(contenders, replace(report, speeds=few), given).splitlines()
+    assert said.startswith("Measure again with frames of 5 episodes or more, ")
+    assert command == again
     shared = tuple(replace(one, worked_ms=20 * 1.0) for one in report.speeds)
-    said = next_command(contenders, replace(report, speeds=shared), given)
-    assert said.startswith("next: measure again on an idle machine, ")
-    assert "pld" not in said
+    given = Namespace(**vars(given), frames=60, recording=Path("my data"))
+    said, command = next_command(contenders, replace(report, speeds=shared), given).splitlines()
+    assert said.startswith("Measure again on an idle machine, ")
+    assert command == (
+        "next: deft bench --checkpoint m --recording 'my data' --frames 60 --decoding pld"
+    )
 
 
 def test_the_last_line_serves_a_variant_of_a_method_that_was_faster_than_the_method() -> None:
@@ -542,8 +545,8 @@ def test_the_policy_that_ships_can_be_audited(
     told = capsys.readouterr().out
     assert f"lossless gives 2 of 2 answers of plain decoding in {dtype}" in told
     assert "deft gives" not in told  # it is not exact
-    assert "next: measure again with frames of 5 episodes or more" in told
-    assert "`deft serve --policy tiny-libero --device cpu" in told
+    assert "Measure again with frames of 5 episodes or more" in told
+    assert "next: deft bench --policy tiny-libero --device cpu" in told
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
