@@ -26,8 +26,8 @@ places with the embedding of a mask token where this head has a vector of its ow
 
 Numbers: docs/results/block-head/page.md. Beside the EAGLE-style head that ships with tiny-libero,
 with as many drafts, a block head commits more tokens a pass, exact and within 9 bins, as a chain
-and as a tree, and drafts in about half of the time (on a busy machine). No exact row is faster
-than plain decoding on that CPU: drafting and wider passes cost more than the passes that are
+and as a tree, and drafts in about half of the time. Within 9 bins its chain is faster than plain
+decoding on that CPU. No exact row is: drafting and wider passes cost more than the passes that are
 saved. So no default drafts with a block head, and none ships.
 """
 
