@@ -56,7 +56,7 @@ def parse_connected(parser: argparse.ArgumentParser, arguments: list[str]) -> ar
 
 
 def _urls_are_no_values(parser: argparse.ArgumentParser, arguments: list[str]) -> list[str]:
-    """Move a URL to the end that follows a flag whose value may be left out, as `--wait`."""
+    """Move a URL to the front that follows a flag whose value may be left out, as `--wait`."""
     flags = {flag for one in parser._actions if one.nargs == "?" for flag in one.option_strings}
     moved = [
         number
@@ -64,7 +64,7 @@ def _urls_are_no_values(parser: argparse.ArgumentParser, arguments: list[str]) -
         if flag in flags and word.startswith(URL_BEGINNINGS)
     ]
     others = [word for number, word in enumerate(arguments) if number not in moved]
-    return others + [arguments[number] for number in moved]
+    return [arguments[number] for number in moved] + others
 
 
 def take_urls(options: argparse.Namespace) -> list[str]:
