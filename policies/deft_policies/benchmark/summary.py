@@ -162,7 +162,7 @@ def _bins_of(
     if action_tokens is None:
         return tokens
     # The lowest id decodes like its neighbour (`ActionCodec`).
-    return np.clip(tokens, action_tokens.first + 1, action_tokens.last)
+    return np.asarray(np.clip(tokens, action_tokens.first + 1, action_tokens.last))
 
 
 def _mean_distance(
