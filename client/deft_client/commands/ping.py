@@ -99,7 +99,7 @@ def _answers_text(answers_ms: list[float], info: ServerInfo) -> str:
         )
     lines.append(
         f"settings     LoopSettings(period_s={fits.period_s:g}, watchdog_s={fits.watchdog_s:g}, "
-        f"options=ActOptions(deadline_ms={fits.options.deadline_ms:g}))"
+        f"options=ActOptions(deadline_ms={fits.options.deadline_ms}))"
     )
     return "".join(f"{line}\n" for line in lines)
 
