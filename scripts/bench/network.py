@@ -154,7 +154,7 @@ class Robot:
     def drive(self, period_s: float, num_periods: int) -> LoopStatus:
         """Run the loop that docs/robot_loop.md shows."""
         options = ActOptions(deadline_ms=DEADLINE_MS)
-        loop = ControlLoop(self, self, RULES, LoopSettings(period_s, 2 * period_s, options))
+        loop = ControlLoop(self, self, RULES, LoopSettings(period_s, 2.5 * period_s, options))
         with suppress(DeftError):
             self.policy.info()  # the first connection is not on the clock
         loop.run(num_periods)
