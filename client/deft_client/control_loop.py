@@ -39,6 +39,7 @@ SEND_SHARE = 0.05  # of a period, for a command to be sent in, where `move` does
 LOGGED_AFTER = 2  # periods of holding without an error: shorter waits between chunks are usual
 DEADLINE_MS = 500  # of an answer, unless the settings say otherwise
 REPORTED_AFTER = 60  # periods since the first answer, until the log says how long answers take
+ADVISED_AFTER = 20  # periods since the first answer, for a shorter run to be advised at its end
 LIMITED_AFTER = 20  # moves in a row that were limited, until the log asks for the unit
 HELD_SHARE = 0.05  # of the periods: more are worth a warning
 # Of the settings, not of the moment: a loop that starts with them would hold for ever.
@@ -264,7 +265,8 @@ class ControlLoop:
                     self._changed.wait_for(lambda: "deft-watchdog" not in self._working)
                     self._changed.wait_for(lambda: not self._working, LAST_WORDS_S)
                 if is_driven:
-                    if self._answered.total() < REPORTED_AFTER and self._is_often_held:
+                    counted = self._answered.total()
+                    if ADVISED_AFTER <= counted < REPORTED_AFTER and self._is_often_held:
                         self._report_answers()
                     logger.info("%s", self._summary())
 
