@@ -4,17 +4,15 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
 import time
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.repository import LIGHT, PACKAGES, ROOT, tracked
@@ -123,20 +121,18 @@ def test_installed_wheels_serve_a_picture_that_curl_sends(installed: Path, tmp_p
 @contextmanager
 def serving(deft: Path, folder: Path, environment: Mapping[str, str]) -> Iterator[str]:
     """`deft serve` on a free port, until the block ends; it must run from the wheel."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    server = subprocess.Popen(
-        [deft, "serve", "--port", str(port)], cwd=folder, env=environment, stderr=subprocess.DEVNULL
-    )
-    url = f"http://127.0.0.1:{port}"
+    log = folder / "log.txt"
+    with log.open("w") as stderr:
+        server = subprocess.Popen(
+            [deft, "serve", "--port", "0"], cwd=folder, env=environment, stderr=stderr
+        )
     try:
         until_s = time.monotonic() + 600
-        while time.monotonic() < until_s and server.poll() is None:
-            with suppress(httpx.HTTPError):
-                if httpx.get(f"{url}/readyz").status_code == 200:
-                    break
+        while "ready" not in (logged := log.read_text()):
+            assert server.poll() is None, logged
+            assert time.monotonic() < until_s, logged
             time.sleep(0.2)
-        yield url
+        yield re.findall(r"http://127\.0\.0\.1:\d+", logged)[0]
     finally:
         server.terminate()
         server.wait(120)
