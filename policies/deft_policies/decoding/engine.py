@@ -88,8 +88,9 @@ class Engine:
         """
         for sequence in sequences:
             self.planner.check(sequence)
+        num_rows = len(self.unfinished) + len(sequences)
         for prompt, sequence in zip(prompts, sequences, strict=True):
-            self.planner.prepare(sequence, prompt, plan)
+            self.planner.prepare(sequence, prompt, plan, num_rows)
         self._waiting += sequences
 
     def step(self, clock: StageClock, only: Collection[Sequence] = ()) -> list[Sequence]:

@@ -1,8 +1,10 @@
 """The guard of exact methods: which plan is the fastest here, as answers have been lately.
 
-It decides for a server and a method, not for a frame or a session. Prices were measured when the
-policy warmed up; what is learned while serving is how many passes each plan needs. An exact method
-answers the same by every plan, so trying another now and then changes no answer. Reads no clock.
+It decides for a server and a method, not for a frame or a session: once for answers that are
+decoded alone or with one other, and once for those among more, where a CPU pays for every further
+token. Prices were measured when the policy warmed up; what is learned while serving is how many
+passes each plan needs. An exact method answers the same by every plan, so trying another now and
+then changes no answer. Reads no clock.
 """
 
 import logging
@@ -17,6 +19,7 @@ _TRIAL_EVERY = 16  # answers between two trials, until every plan is known; then
 _SAMPLES_NEEDED = 4  # answers of a plan that are believed
 _WEIGHT = 0.05  # of the newest answer in a moving average
 _MARGIN = 0.02  # by which a plan must beat plain decoding
+AMONG = 4  # answers at a time that are timed for those among others
 _FOR_TRIALS = 0.03  # of the time of answers: what trials of known plans may cost beyond the choice
 
 
@@ -30,7 +33,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Price:
-    """Milliseconds that a plan was measured to take, drafting included."""
+    """Milliseconds that a plan was measured to take, drafting included, in passes of some rows."""
 
     prefill_ms: float
     pass_ms: float  # of each later pass
@@ -54,9 +57,9 @@ class _Average:
 class Guard:
     """Chooses among plans and plain decoding, which takes a pass for every token but the first."""
 
-    def __init__(self, plans: Sequence[Plan], length: int, method: str = "") -> None:
-        """Of a method's answers of `length` tokens."""
-        self._method = method
+    def __init__(self, plans: Sequence[Plan], length: int, name: str = "") -> None:
+        """Of answers of `length` tokens, by a method that the `name` says."""
+        self.name = name
         self._plans = {plan.name: plan for plan in (*plans, PLAIN)}
         self._length = length
         self._prices: dict[str, Price] = {}
@@ -113,7 +116,7 @@ class Guard:
         self.has_decided = True
         self.choice = Choice(best, f"expects {prices[best]:.2f} ms with {best}{against}")
         if is_new:
-            _log.info("%s drafts by plan %s: %s", self._method, best, self.choice.reason)
+            _log.info("%s drafts by plan %s: %s", self.name, best, self.choice.reason)
 
     def _trial(self) -> Choice | None:
         """A plan to try now, if one is due: in turn, where it could be the fastest at all.

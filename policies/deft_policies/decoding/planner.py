@@ -16,7 +16,7 @@ from deft_policies.decoding.drafts.block import BlockDrafts
 from deft_policies.decoding.drafts.numbers import PreviousNumbers
 from deft_policies.decoding.drafts.previous_answer import PreviousAnswer
 from deft_policies.decoding.drafts.small_model import SmallModelDrafts
-from deft_policies.decoding.guard import Choice, Guard, Price
+from deft_policies.decoding.guard import AMONG, Choice, Guard, Price
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import (
     DEFAULT_PLANS,
@@ -91,9 +91,10 @@ class Planner:
             self._makers[name] = partial(PluginSource, point, target)
         self._sources: dict[str, DraftSource] = {}  # by kind, made when first asked for
         self._broken: dict[str, RequestError] = {}  # sources that could not be made
-        # By a method's text, its rule and an action's tokens; the last used comes last.
-        self.guards: dict[tuple[str, str, int], Guard] = {}
-        self.prices: dict[Plan, Price] = {}  # measured before anybody waits
+        # By a method's text, its rule, an action's tokens, and rows; the last used comes last.
+        self.guards: dict[tuple[str, str, int, int], Guard] = {}
+        # Measured before anybody waits, of so many rows: 1 or `AMONG`.
+        self.prices: dict[int, dict[Plan, Price]] = {1: {}}
         self.text_width = widest  # nodes of a later pass over text, of exact methods with a guard
         self.has_timed_widths = False
 
@@ -129,11 +130,16 @@ class Planner:
         if problem:
             raise RequestError("decoding", f"{method.name!r} {problem}")
 
-    def prepare(self, sequence: Sequence, prompt: Prompt, tried: Plan | None = None) -> None:
-        """Write into a sequence how it is decoded: by the guard's plan, or by one that is timed."""
+    def prepare(
+        self, sequence: Sequence, prompt: Prompt, tried: Plan | None = None, num_rows: int = 1
+    ) -> None:
+        """Write into a sequence how it is decoded: by the guard's plan, or by one that is timed.
+
+        `num_rows` are the unfinished answers, this one included.
+        """
         method, spec = sequence.method, sequence.spec
         plans = self.plans_for(method, spec)
-        guard = None if tried is not None else self.guard(method, plans, spec)
+        guard = None if tried is not None else self.guard(method, plans, spec, num_rows)
         choice, plan = Choice((tried or plans[0]).name), tried or plans[0]
         if guard is not None:
             choice = guard.choose()
@@ -182,15 +188,19 @@ class Planner:
         """Nodes of a tree at most: what actions are drafted by makes no wider ones."""
         return min(self.widest, WIDEST) if sequence.spec.is_action else self.widest
 
-    def guard(self, method: Method, plans: Items[Plan], spec: AnswerSpec) -> Guard | None:
+    def guard(
+        self, method: Method, plans: Items[Plan], spec: AnswerSpec, num_rows: int = 1
+    ) -> Guard | None:
         """The guard for answers like these; None where there is nothing to choose."""
         if not method.is_guarded or plans == (PLAIN,) or not spec.is_action:
             return None
-        key = method.name, str(method.rule), spec.max_tokens
+        timed_rows = AMONG if num_rows > AMONG // 2 and AMONG in self.prices else 1
+        key = method.name, str(method.rule), spec.max_tokens, timed_rows
         guard = self.guards.pop(key, None)
         if guard is None:
-            guard = Guard(plans, spec.max_tokens, method.name)
-            guard.set_prices(self.prices_of(plans))
+            name = method.name if timed_rows == 1 else f"{method.name} among others"
+            guard = Guard(plans, spec.max_tokens, name)
+            guard.set_prices(self.prices_of(plans, timed_rows))
         self.guards[key] = guard
         if len(self.guards) > _GUARDS_KEPT:
             # Methods that callers make up push out no method that has a name of its own.
@@ -201,9 +211,10 @@ class Planner:
     @property
     def decisions(self) -> dict[str, str]:
         """What the guard of each method has decided, and why. Any thread may ask."""
-        decided = {key[0]: guard for key, guard in [*self.guards.items()] if guard.has_decided}
         reasons = {
-            name: f"{guard.choice.plan}: {guard.choice.reason}" for name, guard in decided.items()
+            guard.name: f"{guard.choice.plan}: {guard.choice.reason}"
+            for guard in [*self.guards.values()]
+            if guard.has_decided
         }
         if self.has_timed_widths:
             reasons["texts"] = (
@@ -211,7 +222,7 @@ class Planner:
             )
         return reasons
 
-    def prices_of(self, plans: Items[Plan]) -> dict[str, Price]:
+    def prices_of(self, plans: Items[Plan], num_rows: int = 1) -> dict[str, Price]:
         """What is known of plans and of plain decoding. What they cost hangs on no rule."""
-        measured = self.prices
+        measured = self.prices.get(num_rows, {})
         return {plan.name: measured[plan] for plan in (*plans, PLAIN) if plan in measured}

@@ -10,7 +10,7 @@ from deft_policies.decoding.captured import shapes_of
 from deft_policies.decoding.clock import Stage, StageClock
 from deft_policies.decoding.drafts import ModelSource, captured_block, captured_head
 from deft_policies.decoding.engine import Engine
-from deft_policies.decoding.guard import Price, best_width
+from deft_policies.decoding.guard import AMONG, Price, best_width
 from deft_policies.decoding.methods import Method
 from deft_policies.decoding.plan import PLAIN, Plan
 from deft_policies.decoding.sequence import AnswerSpec, Sequence
@@ -20,7 +20,7 @@ from deft_policies.memory import STEPS_KEPT, SessionMemory
 
 _log = logging.getLogger(__name__)
 _WIDTHS = (1, 8, 16, 32, 64, 128)  # of passes over text that are timed
-_RUNS = 4
+_RUNS = {1: 4, AMONG: 2}  # that are timed, by answers at a time
 # Tokens between two edits of an old answer: a pass with the widest drafts of the golden sessions
 # writes 8 of a text, and one of a taught policy that writes numbers 5 or 6.
 _EDITS_APART, _NUMBERS_APART = 7, 4
@@ -64,21 +64,27 @@ def warm_up(engine: Engine, prompt: Prompt, method: Method, spec: AnswerSpec) ->
             _measure_widths(engine, prompt, spec)
         return
     plans = planner.plans_for(method, spec)
-    guard = planner.guard(method, plans, spec)
-    if guard is None:
+    if planner.guard(method, plans, spec) is None:
         _time_passes(engine, prompt, method, spec, plans[0])
         return
-    timed = (*plans, PLAIN)
-    # In turn, so that other work slows all of them down by as much.
-    runs = [
-        [_time_passes(engine, prompt, method, spec, plan) for plan in timed] for _ in range(_RUNS)
-    ]
-    for plan, answers in zip(timed, zip(*runs, strict=True), strict=True):
-        price = _price_of(answers)
-        known = planner.prices.get(plan, price)
-        least = min(known.prefill_ms, price.prefill_ms), min(known.pass_ms, price.pass_ms)
-        planner.prices[plan] = Price(*least)
-    guard.set_prices(planner.prices_of(plans))
+    has_room = engine.captured is None or engine.captured.num_slots >= AMONG
+    for num_rows, num_runs in _RUNS.items():
+        if num_rows > 1 and not has_room:
+            continue
+        timed = (*plans, PLAIN)
+        # In turn, so that other work slows all of them down by as much.
+        runs = [
+            [_time_passes(engine, prompt, method, spec, plan, num_rows) for plan in timed]
+            for _ in range(num_runs)
+        ]
+        prices = planner.prices.setdefault(num_rows, {})
+        for plan, answers in zip(timed, zip(*runs, strict=True), strict=True):
+            price = _price_of(answers)
+            known = prices.get(plan, price)
+            least = min(known.prefill_ms, price.prefill_ms), min(known.pass_ms, price.pass_ms)
+            prices[plan] = Price(*least)
+        if (guard := planner.guard(method, plans, spec, num_rows)) is not None:
+            guard.set_prices(planner.prices_of(plans, num_rows))
 
 
 def _price_of(answers: Items[list[float]]) -> Price:
@@ -92,16 +98,16 @@ def _price_of(answers: Items[list[float]]) -> Price:
 
 
 def _time_passes(
-    engine: Engine, prompt: Prompt, method: Method, spec: AnswerSpec, plan: Plan
+    engine: Engine, prompt: Prompt, method: Method, spec: AnswerSpec, plan: Plan, num_rows: int = 1
 ) -> list[float]:
-    """Milliseconds of each pass of one answer, in a session with a constant history."""
+    """Milliseconds of each pass of so many answers, in sessions with a constant history."""
     history = ((0,) * spec.action_length,) * STEPS_KEPT
-    sequence = Sequence(method, spec, SessionMemory(own=history))
-    engine.start([prompt], [sequence], plan)
+    sequences = [Sequence(method, spec, SessionMemory(own=history)) for _ in range(num_rows)]
+    engine.start([prompt] * num_rows, sequences, plan)
     clock = StageClock(engine.target.device)
-    while sequence in engine.unfinished:
+    while engine.unfinished:
         engine.step(clock)
-    return [record.ms(*Stage) for record in sequence.records]
+    return [record.ms(*Stage) for record in sequences[0].records]
 
 
 def _measure_widths(engine: Engine, prompt: Prompt, spec: AnswerSpec) -> None:
@@ -110,7 +116,7 @@ def _measure_widths(engine: Engine, prompt: Prompt, spec: AnswerSpec) -> None:
     widths = [one for one in _WIDTHS if one <= planner.widest]
     took = dict.fromkeys(widths, float("inf"))
     root = prompt.last_token
-    for _ in range(_RUNS):
+    for _ in range(_RUNS[1]):
         for width in widths:
             clock = StageClock(engine.target.device)
             tree = DraftTree.of_committed([root] * width)

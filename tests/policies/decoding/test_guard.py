@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from deft_policies.decoding import kinds
 from deft_policies.decoding.acceptance.rule import ActionSpace
-from deft_policies.decoding.guard import DECIDE_EVERY, Choice, Guard, Price, best_width
+from deft_policies.decoding.guard import AMONG, DECIDE_EVERY, Choice, Guard, Price, best_width
 from deft_policies.decoding.methods import find_method
 from deft_policies.decoding.plan import PLAIN, Plan
 from deft_policies.decoding.sequence import AnswerSpec
@@ -242,10 +242,39 @@ def test_warming_up_measures_every_plan_and_teaches_nothing_about_answers() -> N
     session = Session.of(1)
     prompts = random_prompts(decoder, [3])
     warm_up(guarded.engine, prompts[0], guarded.method, session.spec)
-    (guard,) = guarded.engine.planner.guards.values()
     plans = guarded.engine.planner.plans(guarded.method)
-    assert set(guard._prices) == {"plain", *(plan.name for plan in plans)}
-    assert all(needed.count == 0 for needed in guard._needed.values())
+    guards = [*guarded.engine.planner.guards.values()]
+    assert [guard.name for guard in guards] == ["lossless", "lossless among others"]
+    for guard in guards:
+        assert set(guard._prices) == {"plain", *(plan.name for plan in plans)}
+        assert all(needed.count == 0 for needed in guard._needed.values())
+
+
+@pytest.mark.parametrize("num_robots", [1, 2, 3, 8])
+def test_answers_among_others_have_prices_of_their_own(num_robots: int) -> None:
+    """Where a pass costs what its tokens cost, drafts of many robots cost more than they save."""
+    decoder = tiny_decoder()
+    plan = Plan("memory", (kinds.PREVIOUS,), (kinds.PREVIOUS,))
+    guarded = Decoding(fast_target(decoder), replace(find_method("lossless"), plans=(plan,)))
+    guarded.engine.planner.prices = {
+        1: {PLAIN: Price(10.0, 2.0), plan: Price(10.0, 2.5)},
+        AMONG: {PLAIN: Price(30.0, 3.0), plan: Price(30.0, 9.0)},
+    }
+    prompts = random_prompts(decoder, [3] * num_robots)
+    traces = guarded.decode(prompts, Session.of(num_robots))
+    assert tokens_of(traces) == greedy(decoder, prompts)
+    decided = {trace.plan for trace in traces if not trace.guard.startswith("trying")}
+    assert decided == {"plain" if num_robots > AMONG // 2 else "memory"}
+
+
+def test_where_only_answers_alone_were_timed_they_decide_for_all() -> None:
+    decoder = tiny_decoder()
+    plan = Plan("memory", (kinds.PREVIOUS,), (kinds.PREVIOUS,))
+    guarded = Decoding(fast_target(decoder), replace(find_method("lossless"), plans=(plan,)))
+    guarded.engine.planner.prices = {1: {PLAIN: Price(10.0, 2.0), plan: Price(10.0, 2.5)}}
+    prompts = random_prompts(decoder, [3] * 8)
+    traces = guarded.decode(prompts, Session.of(8))
+    assert {trace.plan for trace in traces} == {"memory"}
 
 
 def test_no_plan_is_priced_by_its_narrowest_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,10 +285,10 @@ def test_no_plan_is_priced_by_its_narrowest_pass(monkeypatch: pytest.MonkeyPatch
     guarded = Decoding(fast_target(decoder), replace(find_method("lossless"), plans=(plan,)))
     prompts = random_prompts(decoder, [3])
     warm_up(guarded.engine, prompts[0], guarded.method, Session.of(1).spec)
-    prices = guarded.engine.planner.prices
-    assert prices[PLAIN] == Price(1.0, 1.0)
-    assert prices[plan].prefill_ms == LENGTH
-    assert prices[plan].pass_ms > 2.0
+    for prices in guarded.engine.planner.prices.values():
+        assert prices[PLAIN] == Price(1.0, 1.0)
+        assert prices[plan].prefill_ms == LENGTH
+        assert prices[plan].pass_ms > 2.0
 
 
 def test_a_guard_of_another_method_knows_what_plans_cost() -> None:
