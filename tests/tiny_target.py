@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from deft_policies.decoding.target import PassRow, Prompt, Scores, Target
+from deft_policies.decoding.target import PassRow, Prompt, Scores, Target, numbers_for_host
 from deft_policies.decoding.tree import DraftTree
 from deft_policies.model.graphs import StepRunner
 from deft_policies.model.llama import LlamaDecoder
@@ -161,8 +161,9 @@ def scores_of(
     sizes = [row.tree.num_nodes for row in rows]
     first = [sum(sizes[:index]) for index in range(len(rows))]
     answers = torch.tensor([row.number for row in rows for _ in row.tree.tokens])
-    best, sums = logits.argmax(dim=1), logits.sum(dim=1)
-    return Scores(logits, hidden, best, sums, answers, first, prompts or {})
+    best = logits.argmax(dim=1)
+    for_host = numbers_for_host(best, logits.sum(dim=1), answers)
+    return Scores(logits, hidden, best, for_host, first, prompts or {})
 
 
 def path_to(tree: DraftTree, node: int) -> list[int]:

@@ -12,7 +12,6 @@ another. So a round has two passes at most.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -37,15 +36,8 @@ from deft_policies.model.fused_attention import (
     FusedAttention,
 )
 from deft_policies.model.graphs import Reserve, StepRunner
-from deft_policies.model.kv_cache import (
-    CacheWindow,
-    KVCache,
-    prefill_layout,
-    prefill_mask,
-    tree_mask,
-    tree_positions,
-)
-from deft_policies.model.llama import Attention, LlamaDecoder, added_mask, take_rows
+from deft_policies.model.kv_cache import CacheWindow, KVCache, prefill_mask, tree_mask
+from deft_policies.model.llama import Attention, LlamaDecoder, added_mask
 from deft_policies.model.passes import LlamaPasses
 from deft_policies.model.sizes import LlamaSizes
 
@@ -133,7 +125,7 @@ class Layout:
     def bytes_of(self, sizes: LlamaSizes, itemsize: int, num_graphs: int) -> dict[str, int]:
         """Bytes that are allocated besides weights of `itemsize` bytes a number, by purpose."""
         token = 2 * sizes.num_layers * sizes.num_kv_heads * sizes.head_dim * itemsize
-        scores = sizes.vocabulary * 4 + sizes.width * itemsize + 20
+        scores = sizes.vocabulary * 4 + sizes.width * itemsize + 32
         prompts = 2 * self.num_positions * sizes.width * itemsize
         widest = max(self.longest, self.num_nodes)
         inner = (sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_dim
@@ -163,9 +155,14 @@ def words_of(width: int) -> int:
 class _Rows:
     """What the host has uploaded about the rows of a pass, on the device."""
 
-    numbers: Tensor  # [row, ..]
+    numbers: Tensor  # [row, ..]: a header, then tokens, depths and ancestors of each node
     width: int  # nodes of a row
     words: int  # of ancestors, of a node
+    positions: Tensor  # [row, token], for the rotary embedding; tokens are the nodes in a pass
+    index: Tensor  # [row * token], where keys and values go, among all positions of all slots
+    # Of a prefill:
+    nodes: Tensor  # [node], which of its tokens are the nodes
+    last_seen: Tensor  # [token], the last position that it sees, but for ancestors
 
     def header(self, which: int) -> Tensor:
         """[row]: see `fused_attention`."""
@@ -175,11 +172,6 @@ class _Rows:
     def tokens(self) -> Tensor:
         """[row, node]."""
         return self.numbers[:, NUM_HEADER : NUM_HEADER + self.width]
-
-    @property
-    def depths(self) -> Tensor:
-        """[row, node]."""
-        return self.numbers[:, NUM_HEADER + self.width : NUM_HEADER + 2 * self.width]
 
     @property
     def ancestors(self) -> Tensor:
@@ -198,14 +190,13 @@ class CapturedPasses:
         decoder: LlamaDecoder,
         passes: LlamaPasses,
         runner: StepRunner,
-        logits: Callable[[Tensor], Tensor],
         cache: KVCache,
         widest: int,
         num_tokens: int,
     ) -> None:
         """Set everything aside: `num_tokens` is what an answer may have at most."""
         assert runner.reserve is not None
-        self._decoder, self._passes, self._runner, self._logits = decoder, passes, runner, logits
+        self._decoder, self._passes, self._runner = decoder, passes, runner
         self.layout = layout = Layout(runner.reserve, widest, num_tokens)
         self.reserve, self.widest = runner.reserve, bucket(widest)
         self.keeps_hidden = False  # whether every prefill keeps the hidden states of its prompt
@@ -217,19 +208,17 @@ class CapturedPasses:
         num_nodes = layout.num_nodes
         num_hidden = self.reserve.lengths[-1] + self.widest
         with torch.inference_mode(False):
-            riders = riders_of(self.widest)[-1]
-            size = max(
-                self.num_slots * self._size_of_row(self.widest),
-                self._size_of_row(1 + riders),  # a prefill
-            )
+            of_passes = self.num_slots * (_size_of_row(self.widest) + 2 * self.widest)
+            width = 1 + riders_of(self.widest)[-1]
+            of_prefills = _size_of_row(width) + 3 * num_hidden + width
+            size = max(of_passes, of_prefills)
             self._numbers = torch.zeros(size, dtype=torch.int64, device=weight.device)
-            self._embeds = weight.new_zeros(self.reserve.lengths[-1], weight.shape[1])
+            self._embeds = weight.new_zeros(num_hidden, weight.shape[1])
             self.logits = torch.zeros(num_nodes, decoder.sizes.vocabulary, device=weight.device)
             self.hidden = weight.new_zeros(num_nodes, weight.shape[1])
             self.prompt = weight.new_zeros(num_hidden, weight.shape[1])  # hidden states
             self.best = torch.zeros(num_nodes, dtype=torch.int64, device=weight.device)
-            self.sums = torch.zeros(num_nodes, device=weight.device)
-            self.answers = torch.zeros(num_nodes, dtype=torch.int64, device=weight.device)
+            self.for_host = torch.zeros(num_nodes, 3, dtype=torch.float64, device=weight.device)
             # With those of other layers in front; None where they are not read.
             self.states: Tensor | None = None
             self.prompt_states: Tensor | None = None
@@ -237,9 +226,6 @@ class CapturedPasses:
                 width = (1 + num_layers) * weight.shape[1]
                 self.states = weight.new_zeros(num_nodes, width)
                 self.prompt_states = weight.new_zeros(num_hidden, width)
-
-    def _size_of_row(self, width: int) -> int:
-        return NUM_HEADER + width * (2 + words_of(width))
 
     def run_passes(self, rows: Items[PassRow]) -> list[int]:
         """Run a round; where node 0 of each row lies in the scores."""
@@ -255,65 +241,80 @@ class CapturedPasses:
 
     def _run_pass(self, rows: Items[PassRow], width: int, at: int) -> None:
         num_rows = bucket(1 + max(row.slot for row in rows), self.reserve.batches[::-1])
-        by_slot = {row.slot: row for row in rows}
-        numbers = self._blank_rows(num_rows, width)
-        for slot in range(num_rows):
-            if (row := by_slot.get(slot)) is not None:
-                num_prompt = self._prompts.get(slot, row.start)
-                header = (row.start, row.number, num_prompt, slot, 0)
-                _encode(numbers[slot], header, row.tree, width)
-        self._upload(numbers)
+        self._upload(*self._numbers_of(rows, num_rows, width))
         key = Shape(num_rows, width)
         self._runner.run((self, key, at), partial(self._pass, num_rows, width, at), ())
 
-    def _blank_rows(self, num_rows: int, width: int) -> NDArray[np.int64]:
-        """Rows without an answer, which write behind the longest one."""
+    def _numbers_of(
+        self, rows: Items[PassRow], num_rows: int, width: int
+    ) -> tuple[NDArray[np.int64], ...]:
+        """Numbers, positions and index of a pass. Slots without an answer write behind the longest
+        one.
+        """
         numbers = np.tile(_blank(width, self._longest), (num_rows, 1))
         numbers[:, SLOT] = range(num_rows)
-        return numbers
+        positions = np.zeros((num_rows, width), np.int64)
+        for row in rows:
+            num_prompt = self._prompts.get(row.slot, row.start)
+            header = (row.start, row.number, num_prompt, row.slot, 0)
+            _encode(numbers[row.slot], header, row.tree, width)
+            positions[row.slot] = row.start + _depths(numbers[row.slot], width)
+        in_slot = numbers[:, ROOT, None] + np.arange(width)
+        index = numbers[:, SLOT, None] * self.cache.num_positions + in_slot
+        return numbers, positions, index
 
-    def _upload(self, numbers: NDArray[np.int64]) -> None:
-        staged = torch.from_numpy(numbers.reshape(-1))
+    def _upload(self, *numbers: NDArray[np.int64]) -> None:
+        """Copy to the device, one behind the other, in one copy."""
+        staged = torch.from_numpy(np.concatenate([one.reshape(-1) for one in numbers]))
         if self._numbers.is_cuda:
             staged = staged.pin_memory()
         self._numbers[: len(staged)].copy_(staged, non_blocking=True)
 
-    def _read_rows(self, num_rows: int, width: int) -> _Rows:
-        """What was uploaded."""
-        size = self._size_of_row(width)
-        numbers = self._numbers[: num_rows * size].view(num_rows, size)
-        return _Rows(numbers, width, words_of(width))
+    def _read_rows(self, num_rows: int, width: int, num_tokens: int = 0) -> _Rows:
+        """What was uploaded: of a pass, or of a prefill of `num_tokens` with its guesses."""
+        of_row, of_prefill = _size_of_row(width), (0, 0)
+        if num_tokens:
+            of_prefill = width, num_tokens
+        else:
+            num_tokens = num_rows * width
+        sizes = [num_rows * of_row, num_tokens, num_tokens, *of_prefill]
+        parts = self._numbers[: sum(sizes)].split_with_sizes(sizes)
+        numbers, positions, index, nodes, last_seen = parts
+        return _Rows(
+            numbers.view(num_rows, of_row),
+            width,
+            words_of(width),
+            positions.view(num_rows, -1),
+            index,
+            nodes,
+            last_seen,
+        )
 
     def _pass(self, num_rows: int, width: int, at: int) -> tuple[()]:
         """One pass over slots 0 to `num_rows`, whose scores are written from node `at` on."""
         rows = self._read_rows(num_rows, width)
-        roots, tokens = rows.header(ROOT), rows.tokens
+        tokens = rows.tokens
         if width == 1:  # a token that the host has not read is that of the last such pass
             tokens = torch.where(tokens == UNREAD, self.best[:num_rows, None], tokens)
         embeds = self._decoder.embedding(tokens)
-        cache_positions = tree_positions(roots, width)
-        attention: FusedAttention | Attention | None
-        attention = self._fused(rows, embeds, roots[:, None] + rows.depths, cache_positions)
+        attention: FusedAttention | Attention | None = self._fused(rows, embeds)
         if attention is None:
-            seen = tree_mask(roots, rows.ancestors, self.cache.num_positions)
+            seen = tree_mask(rows.header(ROOT), rows.ancestors, self.cache.num_positions)
             strips = self.cache.data[:, :num_rows].transpose(2, 3)
             num_heads = self._decoder.sizes.num_kv_heads
             window = CacheWindow(
                 targets=self.cache.flat.unbind(0),
                 keys=strips[:, :, :num_heads].unbind(0),
                 values=strips[:, :, num_heads:].unbind(0),
-                index=self._index(rows, cache_positions),
+                index=rows.index,
             )
-            positions = roots[:, None] + rows.depths
-            attention = self._plain(embeds, positions, window, seen)
+            attention = self._plain(embeds, rows.positions, window, seen)
         states: list[Tensor] = []
         hidden = self._passes.run(embeds.flatten(0, 1), attention, states=states)
         nodes = slice(at, at + num_rows * width)
-        self._write(nodes, hidden)
+        self._write(nodes, hidden, rows.header(ANSWER))
         if self.states is not None:
             torch.cat([*states, hidden], dim=1, out=self.states[nodes])
-        answers = rows.header(ANSWER)[:, None]
-        self.answers[nodes].view(num_rows, width).copy_(answers.expand(-1, width))
         return ()
 
     def run_prefill(self, row: PassRow) -> Tensor | None:
@@ -330,9 +331,7 @@ class CapturedPasses:
         if row.keeps_hidden and not self.keeps_hidden:
             riders = counts[-1]
         header = (prompt.length - 1, row.number, prompt.length, row.slot, prompt.two_way)
-        numbers = np.zeros(self._size_of_row(1 + riders), np.int64)
-        _encode(numbers, header, row.tree, 1 + riders)
-        self._upload(numbers)
+        self._upload(*self._numbers_of_prefill(header, row.tree, length, 1 + riders))
         self._prompts[row.slot] = prompt.length
         self._embeds[: prompt.length].copy_(prompt.embeds)
         keeps = row.keeps_hidden or self.keeps_hidden
@@ -340,70 +339,79 @@ class CapturedPasses:
         self._runner.run((self, key), partial(self._prefill, length, riders, keeps), ())
         return self.prompt[: prompt.length] if keeps else None
 
+    def _numbers_of_prefill(
+        self, header: Header, tree: DraftTree, length: int, width: int
+    ) -> tuple[NDArray[np.int64], ...]:
+        """Numbers, positions, index, nodes and what is seen, for a prompt padded to `length`.
+
+        Guesses lie directly behind the prompt, and padding behind them, where nothing sees it.
+        """
+        root, slot, two_way = header[ROOT], header[SLOT], header[TWO_WAY]
+        numbers = np.zeros(_size_of_row(width), np.int64)
+        _encode(numbers, header, tree, width)
+        tokens = np.arange(length + width - 1)
+        nodes = np.arange(root, root + width)
+        positions, last_seen = tokens.copy(), tokens.copy()
+        positions[nodes] = root + _depths(numbers, width)
+        last_seen[nodes] = root
+        last_seen[:two_way] = two_way - 1
+        return numbers, positions, slot * self.cache.num_positions + tokens, nodes, last_seen
+
     def _prefill(self, length: int, riders: int, keeps_hidden: bool) -> tuple[()]:
         """A prompt of up to `length` positions with its guesses."""
-        width = 1 + riders
-        rows = self._read_rows(1, width)
-        lengths = rows.header(ROOT) + 1
-        embeds = self._embeds[None, :length]
-        sources, positions, nodes = prefill_layout(lengths, rows.depths, length)
+        width, num_tokens = 1 + riders, length + riders
+        rows = self._read_rows(1, width, num_tokens)
+        embeds = self._embeds[:num_tokens].clone()
         if riders:
-            embeds = torch.cat((embeds, self._decoder.embedding(rows.tokens[:, 1:])), dim=1)
-            embeds = take_rows(embeds, sources)
-        num_positions = length + riders
-        cache_positions = torch.arange(num_positions, device=embeds.device)[None]
+            guesses = self._decoder.embedding(rows.tokens[0, 1:])
+            embeds.index_copy_(0, rows.nodes[1:], guesses)
+        embeds = embeds[None]
         last: FusedAttention | Attention | None = None
         attention: FusedAttention | Attention | None
-        attention = fused = self._fused(rows, embeds, positions, cache_positions, is_prefill=True)
+        attention = fused = self._fused(rows, embeds, is_prefill=True)
         if fused is None:
-            two_way, slots = rows.header(TWO_WAY), rows.header(SLOT)
-            seen = prefill_mask(nodes, rows.ancestors, num_positions, two_way)
-            window = self.cache.open_at(slots, cache_positions, num_positions)
-            attention = plain = self._plain(embeds, positions, window, seen)
+            seen = prefill_mask(rows.last_seen)
+            if riders:
+                seen[0, 0, rows.nodes[1:, None], rows.nodes] = rows.ancestors[0, 1:]
+            window = CacheWindow(
+                targets=self.cache.flat.unbind(0),
+                index=rows.index,
+                cache=self.cache,
+                slots=rows.header(SLOT),
+                read=num_tokens,
+            )
+            attention = plain = self._plain(embeds, rows.positions, window, seen)
             if not keeps_hidden:
-                last = plain.of_rows_out(nodes)
+                last = plain.of_rows_out(rows.nodes[None])
         elif not keeps_hidden:
-            last = fused.of_nodes(nodes[0])
+            last = fused.of_nodes(rows.nodes)
         assert attention is not None
         states: list[Tensor] = []
         hidden = self._passes.run(embeds.flatten(0, 1), attention, last, states)
         all_states = None if self.states is None else torch.cat([*states, hidden], dim=1)
         if keeps_hidden:
-            self.prompt[:num_positions].copy_(hidden)
-            hidden = hidden[nodes[0]]
+            self.prompt[:num_tokens].copy_(hidden)
+            hidden = hidden[rows.nodes]
             if self.prompt_states is not None and all_states is not None:
-                self.prompt_states[:num_positions].copy_(all_states)
-                all_states = all_states[nodes[0]]
-        self._write(slice(0, width), hidden)
+                self.prompt_states[:num_tokens].copy_(all_states)
+                all_states = all_states[rows.nodes]
+        self._write(slice(0, width), hidden, rows.header(ANSWER))
         if self.states is not None and all_states is not None:
             self.states[:width].copy_(all_states)
-        self.answers[:width].copy_(rows.header(ANSWER).expand(width))
         return ()
 
-    def _index(self, rows: _Rows, cache_positions: Tensor) -> Tensor:
-        """Where tokens at `places` [row, token] lie among all positions of all slots."""
-        return (rows.header(SLOT)[:, None] * self.cache.num_positions + cache_positions).flatten()
-
     def _fused(
-        self,
-        rows: _Rows,
-        embeds: Tensor,
-        positions: Tensor,
-        cache_positions: Tensor,
-        is_prefill: bool = False,
+        self, rows: _Rows, embeds: Tensor, is_prefill: bool = False
     ) -> FusedAttention | None:
-        """The attention of tokens at rotary `positions` that are written to `places`.
-
-        None where there are no fused kernels.
-        """
+        """The attention of a pass by fused kernels; None where there are none."""
         kernels, sizes = self._decoder.kernels, self._decoder.sizes
         if kernels is None:
             return None
-        cos, sin = self._decoder.rotary(positions, embeds)
+        cos, sin = self._decoder.rotary(rows.positions, embeds)
         rotation = cos.reshape(-1, sizes.head_dim), sin.reshape(-1, sizes.head_dim)
-        index, data = self._index(rows, cache_positions), self.cache.data
+        data = self.cache.data
         return FusedAttention(
-            sizes, kernels, rotation, data, index, rows.numbers, rows.width, is_prefill
+            sizes, kernels, rotation, data, rows.index, rows.numbers, rows.width, is_prefill
         )
 
     def _plain(
@@ -414,29 +422,28 @@ class CapturedPasses:
         mask = added_mask(seen, embeds.dtype)
         return Attention(self._decoder.sizes, cos, sin, mask, window=window)
 
-    def _write(self, nodes: slice, hidden: Tensor) -> None:
-        """Write the scores of nodes."""
-        logits = self._logits(hidden)
+    def _write(self, nodes: slice, hidden: Tensor, answers: Tensor) -> None:
+        """Write the scores of nodes, which are those of answers [row]."""
         self.hidden[nodes].copy_(hidden)
-        self.logits[nodes].copy_(logits)
-        self.best[nodes].copy_(first_maximum(logits))
-        self.sums[nodes].copy_(logits.sum(dim=1))
+        logits, best, for_host = self.logits[nodes], self.best[nodes], self.for_host[nodes]
+        logits.copy_(self._passes.score(hidden))
+        likeliest, sums, of_answers = for_host.unbind(1)
+        likeliest.copy_(first_maximum(logits, out=best))
+        sums.copy_(logits.sum(dim=1))
+        of_answers.view(len(answers), -1).copy_(answers[:, None])
 
     def capture(self) -> None:
         """Capture every pass and prefill, over rows without an answer."""
         shapes = shapes_of(self.reserve, self.widest, self.keeps_hidden)
         for shape in shapes:
             self._numbers.zero_()
-            size = self._size_of_row(shape.width)
             if shape.length:
-                numbers = np.zeros(size, np.int64)
                 header = (shape.length - 1, 0, shape.length, 0, 0)
-                _encode(numbers, header, _BLANK, shape.width)
-                self._upload(numbers)
+                self._upload(*self._numbers_of_prefill(header, _BLANK, shape.length, shape.width))
                 step = partial(self._prefill, shape.length, shape.width - 1, shape.keeps_hidden)
                 self._runner.run((self, shape), step, ())
                 continue
-            self._upload(self._blank_rows(shape.rows, shape.width))
+            self._upload(*self._numbers_of((), shape.rows, shape.width))
             at = 0 if shape.width <= NARROW else NARROW * self.num_slots
             step = partial(self._pass, shape.rows, shape.width, at)
             self._runner.run((self, shape, at), step, ())
@@ -445,31 +452,39 @@ class CapturedPasses:
 _BLANK = DraftTree.of_committed([0])
 
 
+def _size_of_row(width: int) -> int:
+    """Numbers of a row with so many nodes."""
+    return NUM_HEADER + width * (2 + words_of(width))
+
+
 @lru_cache(maxsize=16)
 def _blank(width: int, behind: int) -> NDArray[np.int64]:
     """The numbers of a row without an answer, whose nodes are written to position `behind`."""
-    numbers = np.zeros(NUM_HEADER + width * (2 + words_of(width)), np.int64)
-    _encode(numbers, (behind, 0, 0, 0, 0), _BLANK, width, -behind)
+    numbers = np.zeros(_size_of_row(width), np.int64)
+    _encode(numbers, (behind, 0, 0, 0, 0), _BLANK, width)
     return numbers
 
 
-def _encode(
-    out: NDArray[np.int64], header: Header, tree: DraftTree, width: int, offset: int = 0
-) -> None:
+def _depths(numbers: NDArray[np.int64], width: int) -> NDArray[np.int64]:
+    """Those of the nodes of a row, in its numbers."""
+    return numbers[NUM_HEADER + width : NUM_HEADER + 2 * width]
+
+
+def _encode(out: NDArray[np.int64], header: Header, tree: DraftTree, width: int) -> None:
     """Write the numbers of a row. Nodes that pad it see node 0 and themselves."""
     num_nodes, num_words, parents = tree.num_nodes, words_of(width), tree.parents
     out[:NUM_HEADER] = header
     tokens = out[NUM_HEADER : NUM_HEADER + width]
-    node_depths = out[NUM_HEADER + width : NUM_HEADER + 2 * width]
+    node_depths = _depths(out, width)
     of_nodes = out[NUM_HEADER + 2 * width :].reshape(width, num_words)
     tokens[:num_nodes], tokens[num_nodes:] = tree.tokens, 0
-    node_depths[num_nodes:] = offset + 1  # of nodes that pad
+    node_depths[num_nodes:] = 1  # of nodes that pad
     of_nodes[num_nodes:] = _padding(width)[num_nodes:]
     if tree.is_chain:
-        node_depths[:num_nodes] = range(offset, offset + num_nodes)
+        node_depths[:num_nodes] = range(num_nodes)
         of_nodes[:num_nodes] = _chain(width)[:num_nodes]
         return
-    depths, ancestors = [offset], [1]
+    depths, ancestors = [0], [1]
     for node in range(1, num_nodes):
         parent = parents[node]
         depths.append(depths[parent] + 1)

@@ -21,7 +21,6 @@ from deft_policies.decoding.plugins import ask_rule
 from deft_policies.decoding.sampling import (
     ANSWER,
     exponential,
-    first_maximum,
     target_odds,
     top_gap,
 )
@@ -60,20 +59,13 @@ class Reading:
         nodes = [scores.nodes(row, tree) for row, tree in enumerate(trees)]
         for sequence, tree, span in zip(sequences, trees, nodes, strict=True):
             if sequence.grammar is not None:
-                logits = sequence.grammar.adjust(scores.logits[span], sequence, tree)
-                scores.logits[span], scores.best[span] = logits, first_maximum(logits)
-        self._parts: list[Tensor] = []
-        self._size = 0
-        of_best, of_sums = self._add(scores.best).start, self._add(scores.sums).start
-        of_answers = self._add(scores.answers).start
+                scores.change(span, sequence.grammar.adjust(scores.logits[span], sequence, tree))
+        self._parts = [scores.for_host.flatten()]
+        self._size = len(self._parts[0])
         self._slices = []
         for sequence, tree, span in zip(sequences, trees, nodes, strict=True):
-            first, stop = span.start, span.stop
-            slices = _Slices(
-                slice(of_best + first, of_best + stop),
-                slice(of_sums + first, of_sums + stop),
-                of_answers + first,
-            )
+            first, stop = 3 * span.start, 3 * span.stop
+            slices = _Slices(slice(first, stop, 3), slice(first + 1, stop, 3), first + 2)
             logits, rule = scores.logits[span], sequence.method.rule
             if sequence.method.temperature > 0.0:
                 slices.drawn = self._add(draw_tokens(sequence, tree, logits))
@@ -90,9 +82,13 @@ class Reading:
                     measured = measure(rule, sequence, tree, logits, hidden, greedy)
                     slices.measured = None if measured is None else self._add(measured)
             self._slices.append(slices)
-        self._numbers, self._event = torch.cat(self._parts), None
+        is_cuda = self._parts[0].is_cuda
+        # A copy, where it is not copied to the host: the next pass overwrites the scores.
+        is_joined = len(self._parts) > 1 or not is_cuda
+        self._numbers = torch.cat(self._parts) if is_joined else self._parts[0]
         self._parts.clear()
-        if self._numbers.is_cuda:
+        self._event = None
+        if is_cuda:
             on_host = torch.empty(self._size, dtype=torch.float64, pin_memory=True)
             on_host.copy_(self._numbers, non_blocking=True)
             self._numbers, self._event = on_host, torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -96,8 +96,9 @@ class Scores:
     logits: Tensor  # [node, token] float32
     hidden: Tensor  # [node, width], after the final norm
     best: Tensor  # [node], the likeliest token
-    sums: Tensor  # [node], of logits: not finite where one of them is not
-    answers: Tensor  # [node], whose it is
+    # [node, 3] float64, what the host reads in every round: the likeliest token, the sum of logits
+    # (not finite where one of them is not), and whose answer it is.
+    for_host: Tensor
     first: list[int]  # [row], the row's node 0
     prompts: dict[int, Tensor] = field(default_factory=dict)  # row: hidden [position, width]
     # The same with the hidden states behind the layers that are read, in front of the last ones:
@@ -118,8 +119,7 @@ class Scores:
             torch.cat([part.logits for part in parts]),
             torch.cat([part.hidden for part in parts]),
             torch.cat([part.best for part in parts]),
-            torch.cat([part.sums for part in parts]),
-            torch.cat([part.answers for part in parts]),
+            torch.cat([part.for_host for part in parts]),
             first[:-1],
             prompts,
             torch.cat(states) if states else None,
@@ -132,13 +132,17 @@ class Scores:
             self.logits.clone(),
             self.hidden.clone(),
             self.best.clone(),
-            self.sums.clone(),
-            self.answers.clone(),
+            self.for_host.clone(),
             self.first,
             self.prompts,
             None if self.states is None else self.states.clone(),
             self.prompt_states,
         )
+
+    def change(self, nodes: slice, logits: Tensor) -> None:
+        """Have other logits for some nodes."""
+        self.logits[nodes], self.best[nodes] = logits, first_maximum(logits)
+        self.for_host[nodes, 0] = self.best[nodes].double()
 
     def nodes(self, row: int, tree: DraftTree) -> slice:
         """Where the nodes of a row lie."""
@@ -210,15 +214,11 @@ class Target:
 
     def logits(self, hidden: Tensor, tokens: TokenRange | None = None) -> Tensor:
         """The head over `tokens` or the vocabulary, in float32; column 0 is `tokens.first`."""
-        flat = hidden.flatten(0, -2)
-        num_rows = len(flat)
-        flat = self.passes.padded(flat)
-        head = self.passes.head
-        if tokens is None or len(tokens) == self.num_tokens:
-            found = head.apply(flat)
-        else:
-            found = head.apply_some(flat, tokens.columns)
-        return found[:num_rows].float().view(*hidden.shape[:-1], -1)
+        columns = None
+        if tokens is not None and len(tokens) < self.num_tokens:
+            columns = tokens.columns
+        found = self.passes.score(hidden.flatten(0, -2), columns)
+        return found.float().view(*hidden.shape[:-1], -1)
 
     def forward(self, cache: KVCache, rows: Sequence[PassRow]) -> Scores:
         """Run one pass over rows, in order of their slots, and score every node of their trees.
@@ -233,9 +233,7 @@ class Target:
         """Where passes are captured: fix their memory, for answers of up to `num_tokens`."""
         if not self.is_captured:
             return None
-        return CapturedPasses(
-            self.decoder, self.passes, self.runner, self.logits, cache, widest, num_tokens
-        )
+        return CapturedPasses(self.decoder, self.passes, self.runner, cache, widest, num_tokens)
 
     def _replayed(self, passes: CapturedPasses, rows: Sequence[PassRow]) -> Scores:
         """A GPU's pass, or its prefills, which follow one another."""
@@ -335,18 +333,10 @@ class Target:
             hidden = _of_nodes(hidden, nodes)
             states = None if states is None else _of_nodes(states, nodes)
         logits = self.logits(hidden)
+        best = first_maximum(logits)
         answers = [row.number for row in rows for _ in row.tree.tokens]
-        return Scores(
-            logits,
-            hidden,
-            first_maximum(logits),
-            logits.sum(dim=1),
-            to_device(answers, self.device),
-            first,
-            prompts,
-            states,
-            prompt_states,
-        )
+        for_host = numbers_for_host(best, logits.sum(dim=1), to_device(answers, self.device))
+        return Scores(logits, hidden, best, for_host, first, prompts, states, prompt_states)
 
     def logits_along(
         self,
@@ -372,6 +362,11 @@ class Target:
             if given is None and stop is not None and token == stop:
                 break
         return found
+
+
+def numbers_for_host(best: Tensor, sums: Tensor, answers: Tensor) -> Tensor:
+    """`Scores.for_host`."""
+    return torch.stack((best.double(), sums.double(), answers.double()), dim=1)
 
 
 def _of_nodes(values: Tensor, nodes: Sequence[slice]) -> Tensor:
@@ -427,9 +422,9 @@ def _scores_of(passes: CapturedPasses, first: list[int], num_nodes: int) -> Scor
     """Views of what captured passes have written."""
     span = slice(0, num_nodes)
     logits, hidden = passes.logits[span], passes.hidden[span]
-    best, sums, answers = passes.best[span], passes.sums[span], passes.answers[span]
     states = None if passes.states is None else passes.states[span]
-    return Scores(logits, hidden, best, sums, answers, first, states=states)
+    best, for_host = passes.best[span], passes.for_host[span]
+    return Scores(logits, hidden, best, for_host, first, states=states)
 
 
 def self_draft_target(target: Target, num_layers: int) -> Target:

@@ -146,52 +146,10 @@ class CacheWindow:
         return keys, values
 
 
-def prefill_layout(lengths: Tensor, depths: Tensor, padded: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Lay out prompts [row] of `padded` positions and trees of depths [row, node].
-
-    A tree's guesses are directly behind the prompt, whatever its padding. Padding ends up behind
-    the guesses, where causality hides it.
-
-    Returns sources [row, position], indices into (prompt positions, then nodes 1...), rotary
-    positions [row, position], and the positions of nodes [row, node]; node 0 is the last prompt
-    token.
-    """
-    num_guesses = depths.shape[1] - 1
-    indices = torch.arange(padded + num_guesses, device=lengths.device)[None, :]
-    if num_guesses == 0:
-        all_indices = indices.expand(len(lengths), -1)
-        return all_indices, all_indices, lengths[:, None] - 1
-    behind = indices - lengths[:, None]  # 0 is the first guess
-    is_guess = (behind >= 0) & (behind < num_guesses)
-    is_padding = behind >= num_guesses
-    sources = torch.where(is_guess, padded + behind, indices - is_padding * num_guesses)
-    node = (behind + 1).clamp(0, num_guesses)
-    guessed = lengths[:, None] - 1 + depths.gather(1, node)
-    positions = torch.where(is_guess, guessed, indices)
-    return sources, positions, tree_positions(lengths - 1, depths.shape[1])
-
-
-def prefill_mask(
-    nodes: Tensor, ancestors: Tensor, num_positions: int, two_way: Tensor | None = None
-) -> Tensor:
-    """[row, 1, position, position]: causal, but a guess sees only its ancestors among the guesses.
-
-    `nodes` [row, node] are the positions of the tree's nodes. The first `two_way` [row] positions
-    see each other.
-    """
-    positions = torch.arange(num_positions, device=ancestors.device)
-    mask = (positions[:, None] >= positions).repeat(len(ancestors), 1, 1)
-    if two_way is not None:
-        inside = positions < two_way[:, None]
-        mask |= inside[:, :, None] & inside[:, None, :]
-    rows = torch.arange(len(ancestors), device=ancestors.device)[:, None, None]
-    mask[rows, nodes[:, 1:, None], nodes[:, None, :]] = ancestors[:, 1:]
-    return mask.unsqueeze(1)
-
-
-def tree_positions(roots: Tensor, num_nodes: int) -> Tensor:
-    """Positions [row, node] of a tree whose node 0 lies at `roots` [row]."""
-    return roots[:, None] + torch.arange(num_nodes, device=roots.device)
+def prefill_mask(last_seen: Tensor) -> Tensor:
+    """[1, 1, token, position]: every token sees the positions up to `last_seen` [token]."""
+    positions = torch.arange(len(last_seen), device=last_seen.device)
+    return (positions <= last_seen[:, None])[None, None]
 
 
 def tree_mask(roots: Tensor, ancestors: Tensor, read: int) -> Tensor:

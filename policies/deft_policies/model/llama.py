@@ -184,8 +184,10 @@ class Attention:
         Fewer queries than slots are not causal by shape any more, so the mask is spelt out.
         """
         num_tokens = self.cos.shape[1]
-        rows = torch.arange(len(rows_out), device=rows_out.device)[:, None] * num_tokens
-        kept = (rows_out + rows).flatten()
+        kept = rows_out.flatten()
+        if len(rows_out) > 1:
+            first = torch.arange(len(rows_out), device=rows_out.device)[:, None] * num_tokens
+            kept = (rows_out + first).flatten()
         if not self.is_causal and (self.mask is None or self.mask.shape[2] == 1):
             return replace(self, kept=kept)  # all tokens of a row see the same
         if self.mask is None:

@@ -114,6 +114,7 @@ class LlamaPasses:
     ) -> Tensor:
         """Hidden states after the final norm, [token, width], of tokens [token, width].
 
+        Layers add to `embeds` in place.
         `last` is the attention of the last layer, where that computes only some tokens. Every other
         layer computes every token, because later layers read their keys. The hidden states behind
         each of `read_layers` are appended to `states`, of the same tokens.
@@ -121,8 +122,7 @@ class LlamaPasses:
         if isinstance(attention, FusedAttention) and self._fused is not None:
             assert last is None or isinstance(last, FusedAttention)
             return self._run_fused(self._fused, embeds, attention, last, states)
-        # A copy, because layers add to it in place.
-        hidden, branch = self.padded(embeds.clone()), None
+        hidden, branch = self.padded(embeds), None
         final = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             fused = layer.qkv.apply(layer.attention_norm.apply(hidden, branch))
@@ -144,7 +144,7 @@ class LlamaPasses:
         states: list[Tensor] | None,
     ) -> Tensor:
         """`run` where every matrix is multiplied by a fused kernel: seven launches a layer."""
-        kernels, hidden = attention.kernels, embeds.clone()
+        kernels, hidden = attention.kernels, embeds
         final = len(layers) - 1
         for index, layer in enumerate(layers):
             self._note(index, hidden, last or attention, states)
@@ -164,6 +164,14 @@ class LlamaPasses:
         if states is not None and layer in self.read_layers:
             kept = wanted.keep(hidden)
             states.append((kept.clone() if kept is hidden else kept)[: wanted.num_out])
+
+    def score(self, hidden: Tensor, columns: slice | None = None) -> Tensor:
+        """The head over some columns or all, of [token, width]; in the format of the weights."""
+        padded = self.padded(hidden)
+        found = (
+            self.head.apply(padded) if columns is None else self.head.apply_some(padded, columns)
+        )
+        return found[: len(hidden)]
 
     def padded(self, rows: Tensor) -> Tensor:
         """[row, width] as its products need it."""

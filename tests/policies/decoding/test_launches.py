@@ -56,10 +56,10 @@ def launches(method: str, num_layers: int, is_fused: bool) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("method", "is_fused", "prefill", "later"),
     [
-        ("autoregressive", True, 25, 25),
-        ("lossless:plan=memory", True, 45, 23),
-        ("autoregressive", False, 51, 49),
-        ("lossless:plan=memory", False, 71, 47),
+        ("autoregressive", True, 15, 15),
+        ("lossless:plan=memory", True, 17, 13),
+        ("autoregressive", False, 28, 38),
+        ("lossless:plan=memory", False, 35, 36),
     ],
 )
 def test_launches_outside_of_the_layers(
