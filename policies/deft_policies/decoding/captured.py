@@ -204,6 +204,7 @@ class CapturedPasses:
         self._longest = layout.longest
         cache.fix(self.num_slots, layout.num_positions, self)
         self._prompts: dict[int, int] = {}  # positions of the prompt that was read into a slot
+        self._num_filled = 0  # positions of the last prompt
         weight = decoder.embedding.weight
         num_nodes = layout.num_nodes
         num_hidden = self.reserve.lengths[-1] + self.widest
@@ -334,6 +335,10 @@ class CapturedPasses:
         self._upload(*self._numbers_of_prefill(header, row.tree, length, 1 + riders))
         self._prompts[row.slot] = prompt.length
         self._embeds[: prompt.length].copy_(prompt.embeds)
+        if prompt.length < self._num_filled:
+            # What a longer prompt has left may not be finite, and 0 * NaN is NaN.
+            self._embeds[prompt.length : self._num_filled].zero_()
+        self._num_filled = prompt.length
         keeps = row.keeps_hidden or self.keeps_hidden
         key = Shape(1, 1 + riders, length, keeps)
         self._runner.run((self, key), partial(self._prefill, length, riders, keeps), ())

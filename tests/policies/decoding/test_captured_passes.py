@@ -17,6 +17,7 @@ from deft_policies.decoding.engine import Engine
 from deft_policies.decoding.methods import Method, find_method
 from deft_policies.decoding.sequence import Sequence as Answer
 from deft_policies.decoding.target import PassRow
+from deft_policies.errors import NotFiniteError
 from deft_policies.memory import SessionMemory
 from tests.policies.decoding.captures import (
     FORM,
@@ -198,3 +199,21 @@ def test_riders_fit_where_trees_are_small(plain: Engine, widest: int) -> None:
         tokens = [one[0] for one in play(captured.engine, methods, spec)]
         assert tokens == [one[0] for one in play(plain, methods, spec)]
     captured.check_nothing_was_captured_since()
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "lossless:plan=memory"])
+def test_a_prompt_that_is_not_finite_spoils_no_later_answer(method: str) -> None:
+    """A shorter prompt is padded to the same captured length, over what the longer one has left."""
+    engine = Captured(rows=1).engine
+    short, long = prompts_of((2, 8), 0)
+    spoilt = replace(long, embeds=torch.full_like(long.embeds, float("nan")))
+    with torch.inference_mode():
+        wanted = Answer(find_method(method), FORM, SessionMemory(own=((1,) * LENGTH,) * 3))
+        engine.decode([short], [wanted], clock())
+        broken = Answer(find_method(method), FORM)
+        with pytest.raises(NotFiniteError):
+            engine.decode([spoilt], [broken], clock())
+        found = Answer(find_method(method), FORM, SessionMemory(own=((1,) * LENGTH,) * 3))
+        engine.decode([short], [found], clock())
+    assert found.is_finite
+    assert said(found) == said(wanted)
