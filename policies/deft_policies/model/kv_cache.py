@@ -89,9 +89,9 @@ class KVCache:
         """Move tokens to other positions of their slots, all at once: reads come before writes."""
         if not moves:
             return
+        room = self.num_positions
         numbers = [
-            [slot * self.num_positions + source, slot * self.num_positions + target]
-            for slot, source, target in moves
+            (slot * room + source, slot * room + target) for slot, source, target in moves
         ]
         sources, targets = to_device(numbers, self.data.device, torch.int64).unbind(1)
         self.flat.index_copy_(1, targets, self.flat.index_select(1, sources))
