@@ -195,9 +195,12 @@ def test_an_answer_without_an_end_is_refused_at_the_limit():
 @pytest.mark.parametrize("call", ["info", "reset"])
 @pytest.mark.parametrize("kind", [PolicyClient, StreamClient])
 def test_whoever_calls_may_end_a_call_earlier(kind, call):
-    """As a control loop does: such a call has no deadline of its own."""
+    """As a control loop does: such a call has no deadline of its own.
+
+    The end is late enough for a busy machine to connect before: the server answers nothing anyway.
+    """
     with holding_up(frozen) as server, kind(server.url) as policy:
-        with ending_at(time.monotonic() + 0.05), pytest.raises(AnswerTimeoutError):
+        with ending_at(time.monotonic() + 2.0), pytest.raises(AnswerTimeoutError):
             getattr(policy, call)()
         assert not server.let_go.is_set()
 
