@@ -63,6 +63,10 @@ class Reading:
         self._parts = [scores.for_host.flatten()]
         self._size = len(self._parts[0])
         self._slices = []
+        # Once for all where all want them, which is the usual case: a call costs more than a row.
+        all_gaps: int | None = None
+        if len(sequences) > 1 and all(sequence.wants_margins for sequence in sequences):
+            all_gaps = self._add(_gaps(scores.logits, scores.best)).start
         for sequence, tree, span in zip(sequences, trees, nodes, strict=True):
             first, stop = 3 * span.start, 3 * span.stop
             slices = _Slices(slice(first, stop, 3), slice(first + 1, stop, 3), first + 2)
@@ -72,10 +76,10 @@ class Reading:
                 if tree.odds is not None and isinstance(rule, ChoosingRule):
                     with sequence.failing():
                         slices.chosen = self._add(choose(rule, sequence, tree, logits))
-            if sequence.wants_margins:
-                # Where a grammar leaves one token the gap is not finite, which no trace can say.
-                gaps = top_gap(logits, scores.best[span])
-                slices.gaps = self._add(gaps.clamp(max=torch.finfo(gaps.dtype).max))
+            if all_gaps is not None:
+                slices.gaps = slice(all_gaps + span.start, all_gaps + span.stop)
+            elif sequence.wants_margins:
+                slices.gaps = self._add(_gaps(logits, scores.best[span]))
             if tree.has_guesses and isinstance(rule, (DeviceRule, TreeRule)):
                 hidden, greedy = scores.hidden[span], scores.best[span]
                 with sequence.failing():
@@ -121,6 +125,15 @@ class Reading:
             )
             for one in self._slices
         ]
+
+
+def _gaps(logits: Tensor, best: Tensor) -> Tensor:
+    """How far each node's likeliest token is above the second, [node].
+
+    Where a grammar leaves one token that is not finite, which no trace can say.
+    """
+    gaps = top_gap(logits, best)
+    return gaps.clamp(max=torch.finfo(gaps.dtype).max)
 
 
 def _pair(numbers: list[int]) -> tuple[int, int]:

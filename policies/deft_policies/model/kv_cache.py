@@ -90,9 +90,7 @@ class KVCache:
         if not moves:
             return
         room = self.num_positions
-        numbers = [
-            (slot * room + source, slot * room + target) for slot, source, target in moves
-        ]
+        numbers = [(slot * room + source, slot * room + target) for slot, source, target in moves]
         sources, targets = to_device(numbers, self.data.device, torch.int64).unbind(1)
         self.flat.index_copy_(1, targets, self.flat.index_select(1, sources))
 

@@ -70,7 +70,8 @@ class PackedAttention:
         rotate_(split[:, :, : num_heads + sizes.num_kv_heads], self.cos, self.sin)
         sums_in, parts = self.sums_in, []
         for group in self.groups:
-            here = split[0, group.tokens].view(group.num_rows, -1, *split.shape[2:])
+            its_tokens = split if len(self.groups) == 1 else split[0, group.tokens]
+            here = its_tokens.view(group.num_rows, -1, *split.shape[2:])
             group.window.write(layer, here[:, :, num_heads:])
             keys, values = group.window.seen(layer)
             queries = here[:, :, :num_heads]
