@@ -80,6 +80,6 @@ def test_what_is_planned_is_what_is_set_aside(rows: int, widest: int) -> None:
     assert passes is not None
     found = passes.layout.bytes_of(target.decoder.sizes, 4, num_graphs=1)
     assert found["keys and values"] == cache.data.nbytes
-    scores = (passes.logits, passes.hidden, passes.best, passes.sums, passes.answers)
+    scores = (passes.logits, passes.hidden, passes.best, passes.for_host)
     taken = sum(one.nbytes for one in scores) + 2 * passes.prompt.nbytes  # a prompt's inputs, too
     assert taken <= found["scores"] <= 1.5 * taken

@@ -99,7 +99,7 @@ def test_numbers_that_mean_nothing_end_one_frame_and_no_other() -> None:
             for index, row in enumerate(rows):
                 if index and row.prompt is None:
                     here = scores.nodes(index, row.tree)
-                    scores.logits[here] = scores.sums[here] = float("nan")
+                    scores.logits[here] = scores.for_host[here, 1] = float("nan")
             return scores
 
     model = tiny_model()
