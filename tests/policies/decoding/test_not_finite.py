@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 
 from deft_policies.decoding.methods import Method, find_method
-from deft_policies.decoding.sampling import first_maximum
 from deft_policies.decoding.target import PassRow, Scores, Target
 from deft_policies.errors import NotFiniteError
 from deft_policies.model.kv_cache import KVCache
@@ -35,9 +34,8 @@ class Broken(Target):
         self._passes_left -= 1
         if self._passes_left == -1:
             scores.logits[scores.nodes(ROW, rows[ROW].tree)][-1, -1] = self._bad
-            scores = replace(
-                scores, best=first_maximum(scores.logits), sums=scores.logits.sum(dim=1)
-            )
+            scores.change(slice(None), scores.logits)
+            scores.for_host[:, 1] = scores.logits.sum(dim=1)
         return scores
 
 

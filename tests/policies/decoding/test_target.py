@@ -114,7 +114,7 @@ def test_prefill_drafts_are_scored_as_the_sequence(
             expected = plain_next_tokens(model, prompts[index].embeds, tokens_on(tree, node))[-1]
             assert int(logits[node].argmax()) == expected
             assert int(scores.best[scores.nodes(index, tree)][node]) == expected
-        assert set(scores.answers[scores.nodes(index, tree)].tolist()) == {row.number}
+        assert set(scores.for_host[scores.nodes(index, tree), 2].tolist()) == {row.number}
         assert (index in scores.prompts) == keeps_hidden
 
 
