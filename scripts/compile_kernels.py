@@ -29,7 +29,14 @@ from deft_policies.decoding.captured import WIDTHS
 from deft_policies.families.openvla import VlaTarget
 from deft_policies.model.formats import Quantization
 from deft_policies.model.graphs import Reserve, StepRunner
-from deft_policies.model.kernels.launch import Arguments, Constants, FusedKernels, Grid
+from deft_policies.model.kernels.launch import (
+    TILES,
+    WEIGHT_FIRST,
+    Arguments,
+    Constants,
+    FusedKernels,
+    Grid,
+)
 from deft_policies.model.quantization import quantize_linears
 from deft_policies.model.random_weights import openvla_7b
 from deft_policies.model.vla import OpenVLAModel
@@ -74,7 +81,7 @@ class Started:
         if name.startswith("product"):
             flags = [
                 one
-                for one in ("HAS_BIAS", "HAS_RESIDUAL", "HAS_SCALES", "IS_WHOLE")
+                for one in ("HAS_BIAS", "HAS_RESIDUAL", "HAS_SCALES", "IS_WHOLE", "WEIGHT_FIRST")
                 if left.get(one)
             ]
             return f"{name} {left['ROWS']}x{left['COLUMNS']}x{left['INNER']} {' '.join(flags)}"
@@ -133,27 +140,31 @@ def started_programs(architecture: int) -> list[Started]:
     def note(program: Any, grid: Grid, arguments: Arguments, constants: Constants) -> None:
         found.append(Started(program, grid, arguments, constants))
 
-    kernels = FusedKernels(note)
     config = openvla_7b()
     few = replace(config.llm, num_layers=1), tuple(replace(one, depth=2) for one in config.towers)
     model = OpenVLAModel.empty(replace(config, llm=few[0], towers=few[1]), _CPU, _FORMAT)
-    model.requires_grad_(False).fuse(kernels)
-    reserve = Reserve(shortest=_PROMPT, longest=_PROMPT)
-    target = VlaTarget(model, runner=StepRunner(reserve=reserve))
+    model.requires_grad_(False).fuse(FusedKernels(note))
     size = config.image.size
     model.see(torch.zeros(1, 3 * len(config.towers), size, size, dtype=_FORMAT))
+    for quantization in (Quantization.NONE, Quantization.FP8):
+        if quantization is Quantization.FP8 and architecture < FIRST_WITH_FP8:
+            continue
+        quantize_linears(model.decoder.layers[0], quantization, _CPU)
+        for tiles in (TILES, WEIGHT_FIRST):
+            model.fuse(FusedKernels(note, tiles))
+            _start_passes(model)
+    return found
+
+
+def _start_passes(model: OpenVLAModel) -> None:
+    """All that a server captures."""
+    reserve = Reserve(shortest=_PROMPT, longest=_PROMPT)
+    target = VlaTarget(model, runner=StepRunner(reserve=reserve))
     passes = target.set_aside(target.new_cache(), WIDTHS[-1], num_tokens=8)
     assert passes is not None
     for keeps_hidden in (False, True):
         passes.keeps_hidden = keeps_hidden
         passes.capture()
-    if architecture >= FIRST_WITH_FP8:
-        quantize_linears(model.decoder.layers[0], Quantization.FP8, _CPU)
-        target = VlaTarget(model, runner=StepRunner(reserve=reserve))
-        passes = target.set_aside(target.new_cache(), WIDTHS[-1], num_tokens=8)
-        assert passes is not None
-        passes.capture()
-    return found
 
 
 def compile_for(architecture: int, programs: Sequence[Started]) -> Iterator[tuple[str, Compiled]]:

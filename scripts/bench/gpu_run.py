@@ -25,7 +25,7 @@ from deft_core.program import CommandParser
 from deft_policies.commands.parse import run_command
 from deft_policies.families.family import choose_device
 from deft_policies.model.graphs import Capture
-from scripts.bench.gpu import fp8, frames, passes, products, server, vla0
+from scripts.bench.gpu import formats, frames, passes, products, server, vla0
 from scripts.bench.gpu.asking import Question, Row, Run, describe_tree
 from scripts.bench.gpu.setting import SIZES, Setting
 
@@ -37,15 +37,16 @@ QUESTIONS: tuple[tuple[str, float, Callable[[Setting], Iterator[Row]]], ...] = (
     ("products", 25, products.products),
     ("bits", 60, passes.bits),
     ("passes", 40, passes.passes),
-    ("frames", 70, frames.frames),
-    ("kernels", 25, passes.kernels),
-    ("transformers", 40, frames.transformers),
-    ("server", 40, server.server),
-    ("batches", 50, frames.batches),
+    ("frames", 50, frames.frames),
+    ("weight-first", 60, formats.weight_first),
+    ("kernels", 15, passes.kernels),
+    ("transformers", 30, frames.transformers),
+    ("server", 25, server.server),
+    ("batches", 40, frames.batches),
     ("vla0", 30, vla0.vla0),
-    ("text", 25, frames.text),
+    ("text", 20, frames.text),
     ("small-bits", 45, passes.small_bits),
-    ("fp8", 45, fp8.fp8),  # last: it changes the model
+    ("fp8", 45, formats.fp8),  # last: it changes the model
 )
 
 

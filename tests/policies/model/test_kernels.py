@@ -11,7 +11,7 @@ from torch.nn import functional
 pytest.importorskip("triton", reason="fused kernels need Triton")
 
 from deft_policies.model.kernels import launch
-from deft_policies.model.kernels.launch import NARROW
+from deft_policies.model.kernels.launch import NARROW, WEIGHT_FIRST
 from deft_policies.model.llama import RMSNorm, rotate_
 from deft_policies.model.quantization import Fp8Linear, Matrix
 from deft_policies.model.sizes import LlamaSizes
@@ -302,6 +302,33 @@ def test_queries_keys_and_values_are_multiplied_and_rotated_in_one_launch(
     queries = slice(0, heads.num_heads * head_dim)
     assert torch.equal(found[:, queries], expected[:, queries])
     assert torch.equal(caches[1], caches[0])
+
+
+@pytest.mark.parametrize("num_in", [128, 136])
+@pytest.mark.parametrize("num_rows", [5, 40])
+def test_the_weight_may_be_the_first_operand(num_rows: int, num_in: int) -> None:
+    """What comes of it is the same, also where rotations or activations follow."""
+    dtype, heads = torch.float16, replace(head_sizes(2), head_dim=24)
+    plain = Counted().kernels
+    kernels = replace(plain, tiles=WEIGHT_FIRST)
+    rows, slots = eighths(num_rows, num_in, dtype=dtype), torch.arange(num_rows)
+    weight = eighths(8 * heads.head_dim, num_in, dtype=dtype, seed=1) / 8
+    matrix = Matrix(weight, eighths(len(weight), dtype=dtype, seed=2))
+    residuals = [eighths(num_rows, len(weight), dtype=dtype, seed=3) for _ in range(2)]
+    rotation = random(2, num_rows, heads.head_dim, dtype=dtype, seed=4).unbind()
+    caches = [torch.zeros(1, num_rows, 4, heads.head_dim, dtype=dtype) for _ in range(2)]
+    found, expected = (
+        (
+            one.product(rows, matrix),
+            one.product(rows, Matrix(weight), residual=residual),
+            one.open(rows, Matrix(weight)),
+            one.project(rows, matrix, (rotation[0], rotation[1]), cache, slots, heads)[:, :96],
+            cache,
+        )
+        for one, residual, cache in zip((kernels, plain), residuals, caches, strict=True)
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("num_rows", [1, 40, 70])  # by all the ways there are

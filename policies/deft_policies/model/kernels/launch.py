@@ -30,7 +30,7 @@ _LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
-class _Tiles:
+class Tiles:
     """How a matrix product is cut; every sum is the same for all of them."""
 
     rows: int
@@ -38,18 +38,25 @@ class _Tiles:
     inner: int
     num_warps: int
     num_stages: int
+    weight_first: bool = False  # of the operands of the matrix instructions
 
 
 # For so many rows at most. Each takes less than 99 KiB of shared memory.
 TILES = (
-    _Tiles(16, 32, 256, num_warps=4, num_stages=4),  # the weight is all that is read
-    _Tiles(64, 32, 128, num_warps=4, num_stages=4),
-    _Tiles(128, 128, 64, num_warps=8, num_stages=3),
+    Tiles(16, 32, 256, num_warps=4, num_stages=4),  # the weight is all that is read
+    Tiles(64, 32, 128, num_warps=4, num_stages=4),
+    Tiles(128, 128, 64, num_warps=8, num_stages=3),
+)
+# The same with the weight as the first operand: a shorter chain of instructions for few rows, and
+# on a Hopper GPU one order of sums for all rows of a weight in few bits. No GPU has run these, so
+# nothing but `scripts.bench gpu` asks for them.
+WEIGHT_FIRST = (
+    Tiles(16, 64, 128, num_warps=4, num_stages=4, weight_first=True),
+    Tiles(64, 64, 128, num_warps=4, num_stages=3, weight_first=True),
+    TILES[2],
 )
 NARROW = TILES[0].rows  # rows that are multiplied by our own product alone
 _MOST_ROWS_OF_FP8 = TILES[1].rows  # for more a weight is first made wide
-# Where half of the columns are those that others are multiplied or turn with.
-_PAIRS = _Tiles(16, 32, 256, num_warps=4, num_stages=4)
 
 Grid = tuple[int, ...]
 Arguments = tuple[Tensor | int | float, ...]
@@ -87,6 +94,7 @@ class FusedKernels:
     """The operations; `launch` starts them."""
 
     launch: Launch = start
+    tiles: tuple[Tiles, ...] = TILES
     # Whether PyTorch's product of such shapes has the bits of ours.
     _equals_ours: dict[Hashable, bool] = field(default_factory=dict)
 
@@ -192,7 +200,7 @@ class FusedKernels:
         self, rows: Tensor, matrix: Matrix, out: Tensor, residual: Tensor | None
     ) -> Tensor:
         (num_rows, num_in), num_out = rows.shape, len(matrix.weight)
-        tiles = next((shape for shape in TILES if num_rows <= shape.rows), TILES[-1])
+        tiles = self._tiles_for(num_rows)
         grid = (triton.cdiv(num_rows, tiles.rows), triton.cdiv(num_out, tiles.columns))
         arguments = (rows, matrix.weight, *_given(matrix), out, out, num_rows, num_in, num_out)
         constants = {
@@ -203,16 +211,20 @@ class FusedKernels:
         self.launch(programs.product, grid, arguments, constants)
         return out
 
+    def _tiles_for(self, num_rows: int) -> Tiles:
+        return next((shape for shape in self.tiles if num_rows <= shape.rows), self.tiles[-1])
+
     def open(self, rows: Tensor, gate_up: Matrix) -> Tensor:
         """silu(gate) * up of [token, in] times the matrix of both."""
         if len(rows) > NARROW:
             return self.silu_times(self.product(rows, gate_up))
         (num_rows, num_in), width = rows.shape, len(gate_up.weight) // 2
         out = rows.new_empty(num_rows, width)
-        grid = (1, triton.cdiv(width, _PAIRS.columns // 2))
+        tiles = self._tiles_for(num_rows)
+        grid = (1, triton.cdiv(width, tiles.columns // 2))
         scales = _given(gate_up)[0]
         arguments = (rows.contiguous(), gate_up.weight, scales, out, num_rows, num_in, width)
-        self.launch(programs.product_silu, grid, arguments, _cut(_PAIRS, gate_up))
+        self.launch(programs.product_silu, grid, arguments, _cut(tiles, gate_up))
         return out
 
     def project(
@@ -238,11 +250,11 @@ class FusedKernels:
             *(rows.contiguous(), qkv.weight, *_given(qkv), cos, sin, fused, cache, slots),
             *(num_rows, num_in, cos.stride(0)),
         )
-        num_heads = heads.num_heads + 2 * heads.num_kv_heads
-        grid = (1, num_heads * triton.cdiv(heads.head_dim // 2, _PAIRS.columns // 2))
+        tiles, num_heads = self._tiles_for(num_rows), heads.num_heads + 2 * heads.num_kv_heads
+        grid = (1, num_heads * triton.cdiv(heads.head_dim // 2, tiles.columns // 2))
         constants = {
             **_constants(heads),
-            **_cut(_PAIRS, qkv),
+            **_cut(tiles, qkv),
             "HAS_BIAS": qkv.bias is not None,
         }
         self.launch(programs.product_rotated, grid, arguments, constants)
@@ -315,11 +327,12 @@ def _given(matrix: Matrix) -> tuple[Tensor, Tensor]:
     )
 
 
-def _cut(tiles: _Tiles, matrix: Matrix) -> Constants:
+def _cut(tiles: Tiles, matrix: Matrix) -> Constants:
     """What a product is compiled for."""
     return {
         "HAS_SCALES": matrix.scales is not None,
         "IS_WHOLE": matrix.weight.shape[1] % tiles.inner == 0,
+        "WEIGHT_FIRST": tiles.weight_first,
         "ROWS": tiles.rows,
         "COLUMNS": tiles.columns,
         "INNER": tiles.inner,

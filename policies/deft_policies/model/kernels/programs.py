@@ -386,21 +386,37 @@ def widen(weight, scales, out, num_in, BLOCK: tl.constexpr):
 @triton.jit
 def _sums(
     rows, weight, row, is_row, column, is_column, num_in,
-    HAS_SCALES: tl.constexpr, IS_WHOLE: tl.constexpr,
+    HAS_SCALES: tl.constexpr, IS_WHOLE: tl.constexpr, WEIGHT_FIRST: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """Rows times some columns, each number summed from the first to the last."""
+    """Rows times some columns, each number summed from the first to the last.
+
+    With `WEIGHT_FIRST` the weight is the first operand of the matrix instructions: those that read
+    shared memory by themselves, instead of waiting for registers, need 64 rows of it.
+    """
     inner = tl.arange(0, INNER)
-    left = rows + row[:, None] * num_in + inner[None, :]
-    right = weight + column[None, :] * num_in + inner[:, None]
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if WEIGHT_FIRST:
+        row, is_row, of_row = row[None, :], is_row[None, :], inner[:, None]
+        column, is_column, of_column = column[:, None], is_column[:, None], inner[None, :]
+        total = tl.zeros((COLUMNS, ROWS), tl.float32)
+    else:
+        row, is_row, of_row = row[:, None], is_row[:, None], inner[None, :]
+        column, is_column, of_column = column[None, :], is_column[None, :], inner[:, None]
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    left = rows + row * num_in + of_row
+    right = weight + column * num_in + of_column
     for first in range(0, num_in, INNER):
-        some = _load_inner(left, is_row[:, None], (first + inner)[None, :], num_in, IS_WHOLE)
-        others = _load_inner(right, is_column[None, :], (first + inner)[:, None], num_in, IS_WHOLE)
+        some = _load_inner(left, is_row, first + of_row, num_in, IS_WHOLE)
+        others = _load_inner(right, is_column, first + of_column, num_in, IS_WHOLE)
         others = _wide_weights(others, some.dtype, HAS_SCALES)
-        total = tl.dot(some, others, total, input_precision="ieee")
+        if WEIGHT_FIRST:
+            total = tl.dot(others, some, total, input_precision="ieee")
+        else:
+            total = tl.dot(some, others, total, input_precision="ieee")
         left += INNER
         right += INNER
+    if WEIGHT_FIRST:
+        total = tl.trans(total)
     return total
 
 
@@ -414,7 +430,8 @@ def _halves(both, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def product(
     rows, weight, scales, bias, residual, out, num_rows, num_in, num_out,
     HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    IS_WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    IS_WHOLE: tl.constexpr, WEIGHT_FIRST: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows [row, in] times weight [out, in], plus a bias, plus what is there already.
 
@@ -426,7 +443,7 @@ def product(
     is_row, is_column = row < num_rows, column < num_out
     total = _sums(
         rows, weight, row, is_row, column, is_column, num_in,
-        HAS_SCALES, IS_WHOLE, ROWS, COLUMNS, INNER,
+        HAS_SCALES, IS_WHOLE, WEIGHT_FIRST, ROWS, COLUMNS, INNER,
     )  # fmt: skip
     total = _scaled(total, scales, column, is_column, HAS_SCALES)
     if HAS_BIAS:
@@ -442,7 +459,7 @@ def product(
 @triton.jit(do_not_specialize=["num_rows"])
 def product_silu(
     rows, weight, scales, out, num_rows, num_in, width,
-    HAS_SCALES: tl.constexpr, IS_WHOLE: tl.constexpr,
+    HAS_SCALES: tl.constexpr, IS_WHOLE: tl.constexpr, WEIGHT_FIRST: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """`product` with gate and up, then `silu_times`: bit for bit the same."""
@@ -454,7 +471,7 @@ def product_silu(
     column = within.to(tl.int64) + tl.arange(0, COLUMNS) // half * width
     total = _sums(
         rows, weight, row, is_row, column, is_column, num_in,
-        HAS_SCALES, IS_WHOLE, ROWS, COLUMNS, INNER,
+        HAS_SCALES, IS_WHOLE, WEIGHT_FIRST, ROWS, COLUMNS, INNER,
     )  # fmt: skip
     kind: tl.constexpr = out.dtype.element_ty
     total = _scaled(total, scales, column, is_column, HAS_SCALES).to(kind).to(tl.float32)
@@ -471,7 +488,7 @@ def product_rotated(
     num_rows, num_in, rotation_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, IS_WHOLE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    WEIGHT_FIRST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """`product` with queries, keys and values, then `rotate_append`: bit for bit the same."""
     half: tl.constexpr = COLUMNS // 2
@@ -486,7 +503,7 @@ def product_rotated(
     column = head * HEAD_DIM + within + tl.arange(0, COLUMNS) // half * half_head
     total = _sums(
         rows, weight, row, is_row, column, is_column, num_in,
-        HAS_SCALES, IS_WHOLE, ROWS, COLUMNS, INNER,
+        HAS_SCALES, IS_WHOLE, WEIGHT_FIRST, ROWS, COLUMNS, INNER,
     )  # fmt: skip
     total = _scaled(total, scales, column, is_column, HAS_SCALES)
     if HAS_BIAS:
