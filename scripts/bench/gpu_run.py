@@ -32,21 +32,22 @@ from scripts.bench.gpu.setting import SIZES, Setting
 PROG = "python -m scripts.bench gpu"
 # In the order of what they decide. Profiles come behind the frames that they might slow down.
 QUESTIONS: tuple[tuple[str, float, Callable[[Setting], Iterator[Row]]], ...] = (
-    ("ceilings", 10, products.ceilings),
-    ("weights", 15, products.weights),
-    ("products", 25, products.products),
-    ("bits", 60, passes.bits),
-    ("passes", 40, passes.passes),
-    ("frames", 50, frames.frames),
+    ("ceilings", 5, products.ceilings),
+    ("weights", 10, products.weights),
+    ("products", 15, products.products),
+    ("bits", 45, passes.bits),
+    ("passes", 25, passes.passes),
+    ("frames", 40, frames.frames),
     ("weight-first", 60, formats.weight_first),
     ("kernels", 15, passes.kernels),
     ("transformers", 30, frames.transformers),
     ("server", 25, server.server),
     ("batches", 40, frames.batches),
-    ("vla0", 30, vla0.vla0),
+    ("vla0", 25, vla0.vla0),
     ("text", 20, frames.text),
     ("small-bits", 45, passes.small_bits),
-    ("fp8", 45, formats.fp8),  # last: it changes the model
+    ("fp8", 45, formats.fp8),
+    ("int4", 40, formats.int4),
 )
 
 

@@ -37,7 +37,7 @@ def weight_first(setting: Setting) -> Iterator[Row]:
     from deft_policies.model.kernels.launch import WEIGHT_FIRST
 
     few, *others = WEIGHT_FIRST
-    rows = (1, NARROW, few.rows, 64)
+    rows: tuple[int, ...] = (1, NARROW, few.rows, 64)
     for inner, num_stages in ((128, 4), (128, 6), (256, 3), (256, 4)):
         tiles = replace(few, inner=inner, num_stages=num_stages), *others
         way = f"{_WEIGHT_FIRST}, {inner} at a time, {num_stages} stages"
@@ -50,21 +50,34 @@ def weight_first(setting: Setting) -> Iterator[Row]:
         yield from _passes(setting, _WEIGHT_FIRST)
 
 
-@torch.inference_mode()
 def fp8(setting: Setting) -> Iterator[Row]:
-    """As it is served, and with the weight first; comes last, as the model is another one then."""
+    """As it is served, and with the weight first."""
+    yield from _in_few_bits(setting, Quantization.FP8)
+
+
+def int4(setting: Setting) -> Iterator[Row]:
+    """As it is served: there the weight is always first."""
+    yield from _in_few_bits(setting, Quantization.INT4)
+
+
+@torch.inference_mode()
+def _in_few_bits(setting: Setting, quantization: Quantization) -> Iterator[Row]:
+    """With the model's matrices in fewer bits; what asks next makes a new one."""
     network = setting.network
     for index in range(len(network.decoder.layers)):
-        network.quantize_layer(index, Quantization.FP8, setting.device)
-    tensors = [*network.decoder.parameters(), *network.decoder.buffers()]
-    num_bytes = sum(one.numel() * one.itemsize for one in tensors)
-    yield {"what": "weights of the decoder", "GB": num_bytes / 1e9}
-    yield from _passes(setting, _AS_SERVED)
-    if network.decoder.kernels is not None:
-        from deft_policies.model.kernels.launch import WEIGHT_FIRST
+        network.quantize_layer(index, quantization, setting.device)
+    try:
+        tensors = [*network.decoder.parameters(), *network.decoder.buffers()]
+        num_bytes = sum(one.numel() * one.itemsize for one in tensors)
+        yield {"what": "weights of the decoder", "GB": num_bytes / 1e9}
+        yield from _passes(setting, _AS_SERVED)
+        if network.decoder.kernels is not None and quantization is Quantization.FP8:
+            from deft_policies.model.kernels.launch import WEIGHT_FIRST
 
-        with _tiles(setting, WEIGHT_FIRST):
-            yield from _passes(setting, _WEIGHT_FIRST)
+            with _tiles(setting, WEIGHT_FIRST):
+                yield from _passes(setting, _WEIGHT_FIRST)
+    finally:
+        del setting.network
 
 
 @contextmanager

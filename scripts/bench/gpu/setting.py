@@ -205,10 +205,10 @@ class Setting:
         network = self.make_network()
         if self.is_cuda:
             # Imported here: only GPUs have it.
-            from deft_policies.model.kernels.launch import FusedKernels, add_whole_sums
+            from deft_policies.model.kernels.launch import add_whole_sums, kernels_for
 
             add_whole_sums()
-            network.fuse(FusedKernels())
+            network.fuse(kernels_for(self.device))
         return network
 
     def make_network(self) -> OpenVLAModel:

@@ -11,9 +11,9 @@ from torch.nn import functional
 pytest.importorskip("triton", reason="fused kernels need Triton")
 
 from deft_policies.model.kernels import launch
-from deft_policies.model.kernels.launch import NARROW, WEIGHT_FIRST
+from deft_policies.model.kernels.launch import NARROW, TILES, WEIGHT_FIRST, Tiles
 from deft_policies.model.llama import RMSNorm, rotate_
-from deft_policies.model.quantization import Fp8Linear, Matrix
+from deft_policies.model.quantization import Fp8Linear, Int4Linear, Matrix, NarrowLinear
 from deft_policies.model.sizes import LlamaSizes
 from tests.draws import IS_NIGHT, pairwise
 from tests.triton_twins import Counted
@@ -331,13 +331,39 @@ def test_the_weight_may_be_the_first_operand(num_rows: int, num_in: int) -> None
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("num_rows", [1, 40, 70])  # by all the ways there are
-def test_a_weight_in_fp8_multiplies_as_the_same_numbers_in_16_bits(num_rows: int) -> None:
-    linear = torch.nn.Linear(64, 48, bias=False, dtype=torch.float16)
-    linear.weight.data = random(48, 64, dtype=torch.float16, seed=1) / 8
-    narrow = Fp8Linear(linear).matrix
-    assert narrow.scales is not None
-    wide = Matrix((narrow.weight.float() * narrow.scales[:, None]).half())
-    rows, kernels = eighths(num_rows, 64, dtype=torch.float16), Counted().kernels
-    assert torch.equal(kernels.product(rows, narrow), kernels.product(rows, wide))
-    assert torch.equal(kernels.open(rows, narrow), kernels.open(rows, wide))
+@pytest.mark.parametrize(
+    ("num_rows", "kind", "tiles", "widens"),
+    [
+        # By all the ways there are.
+        *[
+            (num_rows, Fp8Linear, tiles, True)
+            for num_rows in (1, 40)
+            for tiles in (TILES, WEIGHT_FIRST)
+        ],
+        *[(num_rows, Int4Linear, TILES, True) for num_rows in (1, 40)],
+        *[
+            (70, kind, TILES, widens)
+            for kind in (Fp8Linear, Int4Linear)
+            for widens in (True, False)
+        ],
+    ],
+)
+@pytest.mark.parametrize("num_in", [256, 300])
+def test_a_weight_in_few_bits_multiplies_as_the_same_numbers_in_16_bits(
+    num_rows: int,
+    kind: type[NarrowLinear],
+    tiles: tuple[Tiles, ...],
+    widens: bool,
+    num_in: int,
+) -> None:
+    linear = torch.nn.Linear(num_in, 48, bias=False, dtype=torch.float16)
+    linear.weight.data = random(48, num_in, dtype=torch.float16, seed=1) / 8
+    narrow = kind(linear)
+    wide = Matrix(narrow.weight.half())
+    assert torch.equal(wide.weight.float(), narrow.weight)
+    kernels = replace(Counted().kernels, tiles=tiles, widens=widens)
+    rows = eighths(num_rows, num_in, dtype=torch.float16)
+    # With the same tiles: the interpreter's library adds some shapes in another order.
+    others = replace(kernels, tiles=WEIGHT_FIRST if kind is Int4Linear else tiles)
+    assert torch.equal(kernels.product(rows, narrow.matrix), others.product(rows, wide))
+    assert torch.equal(kernels.open(rows, narrow.matrix), others.open(rows, wide))

@@ -128,7 +128,9 @@ def test_the_weight_comes_first_for_a_question_alone(
     monkeypatch.setattr(formats, "_passes", passes)
     rows = list(formats.weight_first(setting))
     assert len({row["way"] for row in rows if row["what"] != "passes"}) == 4  # of cutting them
+    assert setting.network.decoder.kernels == launch.kernels
+    network = setting.network
     list(formats.fp8(setting))
     expected = [("weight first", True), ("as it is served", False), ("weight first", True)]
     assert asked == expected
-    assert setting.network.decoder.kernels == launch.kernels
+    assert setting.network is not network  # what asks next has none in few bits

@@ -5,7 +5,7 @@ compiled for one pass serves all others of the same model.
 """
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deft_policies.model.fused_attention import CHUNK, NUM_HEADER
 from deft_policies.model.kernels import programs
-from deft_policies.model.quantization import Matrix
+from deft_policies.model.quantization import GROUP, Matrix
 from deft_policies.model.sizes import LlamaSizes
 
 _TAIL = 16  # positions behind the border that a program adds together
@@ -55,8 +55,12 @@ WEIGHT_FIRST = (
     Tiles(64, 64, 128, num_warps=4, num_stages=3, weight_first=True),
     TILES[2],
 )
+# For weights in four bits. Of those a program reads two groups at a time.
+_OF_GROUPS = (WEIGHT_FIRST[0], replace(WEIGHT_FIRST[1], num_stages=2))
 NARROW = TILES[0].rows  # rows that are multiplied by our own product alone
-_MOST_ROWS_OF_FP8 = TILES[1].rows  # for more a weight is first made wide
+# Major compute capabilities whose matrix instructions also read shared memory.
+_READS_MEMORY = (9, 10, 11)
+_MOST_NARROW_ROWS = TILES[1].rows  # for more a weight in few bits is first made wide
 
 Grid = tuple[int, ...]
 Arguments = tuple[Tensor | int | float, ...]
@@ -82,6 +86,12 @@ def add_whole_sums() -> None:
         matmul.allow_bf16_reduced_precision_reduction = False
 
 
+def kernels_for(device: torch.device) -> "FusedKernels":
+    """As a GPU is served with them."""
+    reads_memory = torch.cuda.get_device_capability(device)[0] in _READS_MEMORY
+    return FusedKernels(widens=reads_memory)
+
+
 @cache
 def _counts(device: torch.device) -> Tensor:
     """How many splits have ended, by program; every program leaves zeros behind."""
@@ -95,6 +105,9 @@ class FusedKernels:
 
     launch: Launch = start
     tiles: tuple[Tiles, ...] = TILES
+    # Whether a weight in few bits is made wide for many rows. Where all matrix instructions read
+    # registers, those of few bits are added in another order than wide ones.
+    widens: bool = True
     # Whether PyTorch's product of such shapes has the bits of ours.
     _equals_ours: dict[Hashable, bool] = field(default_factory=dict)
 
@@ -160,20 +173,21 @@ class FusedKernels:
         out = rows.new_empty(len(rows), len(matrix.weight)) if residual is None else residual
         if len(rows) <= NARROW:
             return self._multiply(rows.contiguous(), matrix, out, residual)
-        if matrix.scales is not None and len(rows) > _MOST_ROWS_OF_FP8:
+        if self.widens and matrix.scales is not None and len(rows) > _MOST_NARROW_ROWS:
             matrix = Matrix(self._widened(matrix, rows), matrix.bias)
         if self._agrees(matrix, out, residual):
             return _multiply_by_pytorch(rows, matrix, out, residual)
         return self._multiply(rows.contiguous(), matrix, out, residual)
 
     def _widened(self, matrix: Matrix, like: Tensor) -> Tensor:
-        """A weight in fp8 in the format of `like`, which holds it exactly."""
+        """A weight in few bits in the format of `like`, which holds it exactly."""
         assert matrix.scales is not None
-        num_out, num_in = matrix.weight.shape
+        num_out, num_in = len(matrix.weight), like.shape[1]
         out = like.new_empty(num_out, num_in)
         grid = (num_out, triton.cdiv(num_in, _COLUMNS))
         arguments = (matrix.weight, matrix.scales, out, num_in)
-        self.launch(programs.widen, grid, arguments, {"BLOCK": _COLUMNS})
+        constants = {"BITS": matrix.bits, "BLOCK": _COLUMNS}
+        self.launch(programs.widen, grid, arguments, constants)
         return out
 
     def _agrees(self, matrix: Matrix, out: Tensor, residual: Tensor | None) -> bool:
@@ -200,19 +214,20 @@ class FusedKernels:
         self, rows: Tensor, matrix: Matrix, out: Tensor, residual: Tensor | None
     ) -> Tensor:
         (num_rows, num_in), num_out = rows.shape, len(matrix.weight)
-        tiles = self._tiles_for(num_rows)
+        tiles = self._tiles_for(num_rows, matrix)
         grid = (triton.cdiv(num_rows, tiles.rows), triton.cdiv(num_out, tiles.columns))
         arguments = (rows, matrix.weight, *_given(matrix), out, out, num_rows, num_in, num_out)
         constants = {
-            **_cut(tiles, matrix),
+            **_cut(tiles, matrix, num_in),
             "HAS_BIAS": matrix.bias is not None,
             "HAS_RESIDUAL": residual is not None,
         }
         self.launch(programs.product, grid, arguments, constants)
         return out
 
-    def _tiles_for(self, num_rows: int) -> Tiles:
-        return next((shape for shape in self.tiles if num_rows <= shape.rows), self.tiles[-1])
+    def _tiles_for(self, num_rows: int, matrix: Matrix) -> Tiles:
+        tiles = _OF_GROUPS if matrix.bits == 4 else self.tiles
+        return next((shape for shape in tiles if num_rows <= shape.rows), tiles[-1])
 
     def open(self, rows: Tensor, gate_up: Matrix) -> Tensor:
         """silu(gate) * up of [token, in] times the matrix of both."""
@@ -220,11 +235,11 @@ class FusedKernels:
             return self.silu_times(self.product(rows, gate_up))
         (num_rows, num_in), width = rows.shape, len(gate_up.weight) // 2
         out = rows.new_empty(num_rows, width)
-        tiles = self._tiles_for(num_rows)
+        tiles = self._tiles_for(num_rows, gate_up)
         grid = (1, triton.cdiv(width, tiles.columns // 2))
         scales = _given(gate_up)[0]
         arguments = (rows.contiguous(), gate_up.weight, scales, out, num_rows, num_in, width)
-        self.launch(programs.product_silu, grid, arguments, _cut(tiles, gate_up))
+        self.launch(programs.product_silu, grid, arguments, _cut(tiles, gate_up, num_in))
         return out
 
     def project(
@@ -250,11 +265,12 @@ class FusedKernels:
             *(rows.contiguous(), qkv.weight, *_given(qkv), cos, sin, fused, cache, slots),
             *(num_rows, num_in, cos.stride(0)),
         )
-        tiles, num_heads = self._tiles_for(num_rows), heads.num_heads + 2 * heads.num_kv_heads
+        tiles = self._tiles_for(num_rows, qkv)
+        num_heads = heads.num_heads + 2 * heads.num_kv_heads
         grid = (1, num_heads * triton.cdiv(heads.head_dim // 2, tiles.columns // 2))
         constants = {
             **_constants(heads),
-            **_cut(tiles, qkv),
+            **_cut(tiles, qkv, num_in),
             "HAS_BIAS": qkv.bias is not None,
         }
         self.launch(programs.product_rotated, grid, arguments, constants)
@@ -327,11 +343,11 @@ def _given(matrix: Matrix) -> tuple[Tensor, Tensor]:
     )
 
 
-def _cut(tiles: Tiles, matrix: Matrix) -> Constants:
+def _cut(tiles: Tiles, matrix: Matrix, num_in: int) -> Constants:
     """What a product is compiled for."""
     return {
-        "HAS_SCALES": matrix.scales is not None,
-        "IS_WHOLE": matrix.weight.shape[1] % tiles.inner == 0,
+        "BITS": matrix.bits,
+        "IS_WHOLE": num_in % (2 * GROUP if matrix.bits == 4 else tiles.inner) == 0,
         "WEIGHT_FIRST": tiles.weight_first,
         "ROWS": tiles.rows,
         "COLUMNS": tiles.columns,
