@@ -233,10 +233,15 @@ class Setting:
         model = OpenVLA(
             VlaTarget(self.network, runner=runner),
             self.encode,
-            ImageProcessor(self.config.image, ImageChain.NONE),
+            self.images,
             {STATISTICS_KEY: unit_statistics(num_tokens)},
         )
         return VlaPolicy(model, ModelOptions(decoding=AUTOREGRESSIVE))
+
+    @property
+    def images(self) -> ImageProcessor:
+        """As `OpenVLAFamily` has it: a GPU resizes frames itself."""
+        return ImageProcessor(self.config.image, ImageChain.NONE, resizes_on_device=self.is_cuda)
 
     @property
     def encode(self) -> Callable[[str], tuple[int, ...]]:

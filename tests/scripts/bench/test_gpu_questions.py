@@ -134,3 +134,10 @@ def test_the_weight_comes_first_for_a_question_alone(
     expected = [("weight first", True), ("as it is served", False), ("weight first", True)]
     assert asked == expected
     assert setting.network is not network  # what asks next has none in few bits
+
+
+def test_a_gpu_resizes_frames_itself_as_it_does_for_a_server(tmp_path: Path) -> None:
+    frame = Setting(SIZES["tiny"], CPU, tmp_path).frames(1)[0].observation.image
+    for device, shape in (("cuda", frame.shape), ("cpu", (28, 28, 3))):
+        setting = Setting(SIZES["tiny"], torch.device(device), tmp_path)
+        assert setting.images.fit(frame).shape == shape
