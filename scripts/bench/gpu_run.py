@@ -25,7 +25,7 @@ from deft_core.program import CommandParser
 from deft_policies.commands.parse import run_command
 from deft_policies.families.family import choose_device
 from deft_policies.model.graphs import Capture
-from scripts.bench.gpu import formats, frames, passes, products, server, vla0
+from scripts.bench.gpu import formats, frames, heads, passes, pi0fast, products, server, vla0
 from scripts.bench.gpu.asking import Question, Row, Run, describe_tree
 from scripts.bench.gpu.setting import SIZES, Setting
 
@@ -40,10 +40,13 @@ QUESTIONS: tuple[tuple[str, float, Callable[[Setting], Iterator[Row]]], ...] = (
     ("frames", 40, frames.frames),
     ("weight-first", 60, formats.weight_first),
     ("kernels", 15, passes.kernels),
+    ("host", 10, frames.host),
     ("transformers", 30, frames.transformers),
     ("server", 25, server.server),
     ("batches", 40, frames.batches),
+    ("heads", 10, heads.heads),
     ("vla0", 25, vla0.vla0),
+    ("pi0-fast", 15, pi0fast.pi0fast),
     ("text", 20, frames.text),
     ("small-bits", 45, passes.small_bits),
     ("fp8", 45, formats.fp8),

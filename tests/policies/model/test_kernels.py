@@ -367,3 +367,12 @@ def test_a_weight_in_few_bits_multiplies_as_the_same_numbers_in_16_bits(
     others = replace(kernels, tiles=WEIGHT_FIRST if kind is Int4Linear else tiles)
     assert torch.equal(kernels.product(rows, narrow.matrix), others.product(rows, wide))
     assert torch.equal(kernels.open(rows, narrow.matrix), others.open(rows, wide))
+
+
+def test_who_multiplies_is_said_of_every_shape_that_was_asked_about() -> None:
+    asked = {((64, 32), 40, True, True): True, ((64, 588), 40, False, True): False}
+    kernels = replace(Counted().kernels, _equals_ours=asked)
+    assert kernels.describe_products() == (
+        "PyTorch multiplies 1 of 2 shapes, with the bits of our own product; "
+        "ours: 40 rows by 64x588"
+    )

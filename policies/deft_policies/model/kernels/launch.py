@@ -4,7 +4,7 @@ Every function is one launch. Scalars that change from pass to pass are not spec
 compiled for one pass serves all others of the same model.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -65,6 +65,8 @@ _MOST_NARROW_ROWS = TILES[1].rows  # for more a weight in few bits is first made
 Grid = tuple[int, ...]
 Arguments = tuple[Tensor | int | float, ...]
 Constants = dict[str, int]  # what a program is compiled for
+# Out and in of a weight, rows, whether there is no bias, whether nothing is added to.
+_Asked = tuple[tuple[int, int], int, bool, bool]
 Launch = Callable[[Any, Grid, Arguments, Constants], None]
 
 
@@ -109,7 +111,7 @@ class FusedKernels:
     # registers, those of few bits are added in another order than wide ones.
     widens: bool = True
     # Whether PyTorch's product of such shapes has the bits of ours.
-    _equals_ours: dict[Hashable, bool] = field(default_factory=dict)
+    _equals_ours: dict[_Asked, bool] = field(default_factory=dict)
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise [token, width]."""
@@ -199,7 +201,8 @@ class FusedKernels:
         if not out.is_cuda or matrix.scales is not None:
             return False
         weight = matrix.weight
-        key = (weight.shape, len(out), matrix.bias is None, residual is None)
+        shape = (len(weight), weight.shape[1])
+        key = (shape, len(out), matrix.bias is None, residual is None)
         if key not in self._equals_ours and not torch.cuda.is_current_stream_capturing():
             rows = torch.randn(len(out), weight.shape[1], device=out.device).to(out)
             ours, theirs = torch.randn_like(out), torch.empty_like(out)
@@ -209,6 +212,17 @@ class FusedKernels:
             theirs = _multiply_by_pytorch(rows, matrix, theirs, added)
             self._equals_ours[key] = torch.equal(ours, theirs)
         return self._equals_ours.get(key, False)
+
+    def describe_products(self) -> str:
+        """Who multiplies more than `NARROW` rows, as far as this machine was asked."""
+        ours = [
+            f"{num_rows} rows by {num_out}x{num_in}"
+            for ((num_out, num_in), num_rows, *_), is_theirs in self._equals_ours.items()
+            if not is_theirs
+        ]
+        told = f"PyTorch multiplies {len(self._equals_ours) - len(ours)} of "
+        told += f"{len(self._equals_ours)} shapes, with the bits of our own product"
+        return told + (f"; ours: {', '.join(dict.fromkeys(ours))}" if ours else "")
 
     def _multiply(
         self, rows: Tensor, matrix: Matrix, out: Tensor, residual: Tensor | None
