@@ -29,7 +29,15 @@ from deft_policies.decoding.captured import WIDTHS
 from deft_policies.families.openvla import VlaTarget
 from deft_policies.model.formats import Quantization
 from deft_policies.model.graphs import Reserve, StepRunner
-from deft_policies.model.kernels.launch import Arguments, Constants, FusedKernels, Grid
+from deft_policies.model.kernels.launch import (
+    TILES,
+    WEIGHT_FIRST,
+    Arguments,
+    Constants,
+    FusedKernels,
+    Grid,
+)
+from deft_policies.model.llama import Layer
 from deft_policies.model.quantization import quantize_linears
 from deft_policies.model.random_weights import openvla_7b
 from deft_policies.model.vla import OpenVLAModel
@@ -37,19 +45,20 @@ from deft_policies.model.vla import OpenVLAModel
 # A100; RTX 30; RTX 40; H100, H200; B200; RTX 50.
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 FIRST_WITH_FP8 = 89
+WIDENING = (90, 100)  # as `FusedKernels.widens`
 MOST_REGISTERS = 192  # of a thread
 MOST_LOCAL_BYTES = 16  # of a thread: what did not fit into registers
 MOST_SHARED_BYTES = 99 * 1024  # of a program: what the small GPUs have
-# By how their name begins, and the architecture: registers and local bytes. Only sm_80 and sm_90
-# have matrix instructions in float64; elsewhere the sums of attention are made one by one.
+# By how their name begins: architectures, registers and local bytes.
 EXCEPTIONS = {
-    (f"attend {whose}", architecture): most
-    for whose, most in (("nodes'", (255, 16)), ("a prompt's", (255, 160)))
-    for architecture in (86, 89, 100, 120)
-} | {
+    # Only sm_80 and sm_90 have matrix instructions in float64; elsewhere the sums of attention are
+    # made one by one.
+    "attend": ((86, 89, 100, 120), 255, 160),
+    # Weights in four bits are read into registers.
+    "product 64x64x128 IS_WHOLE WEIGHT_FIRST 4 bits": ((80, 86, 89, 120), 255, 16),
+    "product 64x64x128 HAS_RESIDUAL IS_WHOLE WEIGHT_FIRST 4 bits": ((80, 86, 89, 120), 255, 16),
     # Where rows are not whole, numbers are loaded one by one.
-    ("product 128x128x64 HAS_BIAS", architecture): (255, MOST_LOCAL_BYTES)
-    for architecture in ARCHITECTURES
+    "product 128x128x64 HAS_BIAS": (ARCHITECTURES, 255, 16),
 }
 _CPU, _FORMAT = torch.device("cpu"), torch.bfloat16
 _PROMPT = 288  # positions, patches and padding among them
@@ -74,9 +83,10 @@ class Started:
         if name.startswith("product"):
             flags = [
                 one
-                for one in ("HAS_BIAS", "HAS_RESIDUAL", "HAS_SCALES", "IS_WHOLE")
+                for one in ("HAS_BIAS", "HAS_RESIDUAL", "IS_WHOLE", "WEIGHT_FIRST")
                 if left.get(one)
             ]
+            flags = flags if left["BITS"] == 16 else [*flags, f"{left['BITS']} bits"]
             return f"{name} {left['ROWS']}x{left['COLUMNS']}x{left['INNER']} {' '.join(flags)}"
         if name == "attend":
             whose = "a prompt's" if left["IS_PREFILL"] else "nodes'"
@@ -95,11 +105,13 @@ class Compiled:
 
     def excess(self, name: str, architecture: int) -> str:
         """In words, what is more than allowed; empty if nothing is."""
-        begins = [one for one in EXCEPTIONS if name.startswith(one[0]) and one[1] == architecture]
-        most = EXCEPTIONS[begins[0]] if begins else (MOST_REGISTERS, MOST_LOCAL_BYTES)
+        registers, local_bytes = MOST_REGISTERS, MOST_LOCAL_BYTES
+        for begins, (architectures, *most) in EXCEPTIONS.items():
+            if name.startswith(begins) and architecture in architectures:
+                registers, local_bytes = most
         found = (
-            ("registers", self.registers, most[0]),
-            ("local bytes", self.local_bytes, most[1]),
+            ("registers", self.registers, registers),
+            ("local bytes", self.local_bytes, local_bytes),
             ("shared bytes", self.shared_bytes, MOST_SHARED_BYTES),
         )
         over = [f"{value} {what}, at most {limit}" for what, value, limit in found if value > limit]
@@ -133,27 +145,32 @@ def started_programs(architecture: int) -> list[Started]:
     def note(program: Any, grid: Grid, arguments: Arguments, constants: Constants) -> None:
         found.append(Started(program, grid, arguments, constants))
 
-    kernels = FusedKernels(note)
     config = openvla_7b()
     few = replace(config.llm, num_layers=1), tuple(replace(one, depth=2) for one in config.towers)
     model = OpenVLAModel.empty(replace(config, llm=few[0], towers=few[1]), _CPU, _FORMAT)
-    model.requires_grad_(False).fuse(kernels)
-    reserve = Reserve(shortest=_PROMPT, longest=_PROMPT)
-    target = VlaTarget(model, runner=StepRunner(reserve=reserve))
+    model.requires_grad_(False).fuse(FusedKernels(note))
     size = config.image.size
     model.see(torch.zeros(1, 3 * len(config.towers), size, size, dtype=_FORMAT))
+    formats = [Quantization.NONE, Quantization.INT4, Quantization.FP8]
+    for quantization in formats if architecture >= FIRST_WITH_FP8 else formats[:2]:
+        layer = Layer(model.config.llm).to(_FORMAT).requires_grad_(False)
+        quantize_linears(layer, quantization, torch.device("cuda"))
+        model.decoder.layers[0] = layer
+        for tiles in (TILES, WEIGHT_FIRST) if quantization is not Quantization.INT4 else (TILES,):
+            model.fuse(FusedKernels(note, tiles, widens=architecture in WIDENING))
+            _start_passes(model)
+    return found
+
+
+def _start_passes(model: OpenVLAModel) -> None:
+    """All that a server captures."""
+    reserve = Reserve(shortest=_PROMPT, longest=_PROMPT)
+    target = VlaTarget(model, runner=StepRunner(reserve=reserve))
     passes = target.set_aside(target.new_cache(), WIDTHS[-1], num_tokens=8)
     assert passes is not None
     for keeps_hidden in (False, True):
         passes.keeps_hidden = keeps_hidden
         passes.capture()
-    if architecture >= FIRST_WITH_FP8:
-        quantize_linears(model.decoder.layers[0], Quantization.FP8, _CPU)
-        target = VlaTarget(model, runner=StepRunner(reserve=reserve))
-        passes = target.set_aside(target.new_cache(), WIDTHS[-1], num_tokens=8)
-        assert passes is not None
-        passes.capture()
-    return found
 
 
 def compile_for(architecture: int, programs: Sequence[Started]) -> Iterator[tuple[str, Compiled]]:

@@ -25,27 +25,32 @@ from deft_core.program import CommandParser
 from deft_policies.commands.parse import run_command
 from deft_policies.families.family import choose_device
 from deft_policies.model.graphs import Capture
-from scripts.bench.gpu import fp8, frames, passes, products, server, vla0
+from scripts.bench.gpu import formats, frames, heads, passes, pi0fast, products, server, vla0
 from scripts.bench.gpu.asking import Question, Row, Run, describe_tree
 from scripts.bench.gpu.setting import SIZES, Setting
 
 PROG = "python -m scripts.bench gpu"
 # In the order of what they decide. Profiles come behind the frames that they might slow down.
 QUESTIONS: tuple[tuple[str, float, Callable[[Setting], Iterator[Row]]], ...] = (
-    ("ceilings", 10, products.ceilings),
-    ("weights", 15, products.weights),
-    ("products", 25, products.products),
-    ("bits", 60, passes.bits),
-    ("passes", 40, passes.passes),
-    ("frames", 70, frames.frames),
-    ("kernels", 25, passes.kernels),
-    ("transformers", 40, frames.transformers),
-    ("server", 40, server.server),
-    ("batches", 50, frames.batches),
-    ("vla0", 30, vla0.vla0),
-    ("text", 25, frames.text),
+    ("ceilings", 5, products.ceilings),
+    ("weights", 10, products.weights),
+    ("products", 15, products.products),
+    ("bits", 45, passes.bits),
+    ("passes", 25, passes.passes),
+    ("frames", 40, frames.frames),
+    ("weight-first", 60, formats.weight_first),
+    ("kernels", 15, passes.kernels),
+    ("host", 10, frames.host),
+    ("transformers", 30, frames.transformers),
+    ("server", 25, server.server),
+    ("batches", 40, frames.batches),
+    ("heads", 10, heads.heads),
+    ("vla0", 25, vla0.vla0),
+    ("pi0-fast", 15, pi0fast.pi0fast),
+    ("text", 20, frames.text),
     ("small-bits", 45, passes.small_bits),
-    ("fp8", 45, fp8.fp8),  # last: it changes the model
+    ("fp8", 45, formats.fp8),
+    ("int4", 40, formats.int4),
 )
 
 

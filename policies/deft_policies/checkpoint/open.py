@@ -53,7 +53,8 @@ _GIB = 1024**3
 # Activations, key/value cache and workspaces of libraries, besides the weights.
 _WORKING_SHARE = 0.05
 _WORKING_BYTES = 256 * 1024**2
-_MATRIX_BITS = {Quantization.INT8: 8, Quantization.INT4: 5, Quantization.FP8: 8}  # with scales
+# Of a number, with its share of a scale.
+_MATRIX_BITS = {Quantization.INT8: 8, Quantization.INT4: 4.25, Quantization.FP8: 8}
 _MATRIX_BITS_CPU = {**_MATRIX_BITS, Quantization.INT4: 9}  # there int4 is kept in bytes
 
 
@@ -304,14 +305,14 @@ def weight_bytes(
 ) -> int:
     """What the weights of a model with these tensors take on its device."""
     quantized_bits = _MATRIX_BITS_CPU if device.type == "cpu" else _MATRIX_BITS
-    total_bits = 0
+    total_bits = 0.0
     for place in places:
         if place.parameter is None:
             continue
         is_matrix = ".layers." in place.parameter and len(place.shape) == 2
         bits = quantized_bits.get(quantization, 0) if is_matrix else 0
         total_bits += math.prod(place.shape) * (bits or 8 * dtype.itemsize)
-    return total_bits // 8
+    return int(total_bits / 8)
 
 
 def check_memory(

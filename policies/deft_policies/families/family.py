@@ -158,12 +158,12 @@ def fuse_kernels(network: VlaNetwork, options: ModelOptions, device: torch.devic
         return
     try:
         # Imported here: only GPUs need it, and it takes seconds.
-        from deft_policies.model.kernels.launch import FusedKernels, add_whole_sums
+        from deft_policies.model.kernels.launch import add_whole_sums, kernels_for
     except ImportError:
         _log.warning("no Triton here: passes take three times as many kernels; pip install triton")
     else:
         add_whole_sums()
-        network.fuse(FusedKernels())
+        network.fuse(kernels_for(device))
 
 
 def named_sizes(name: str | None) -> OpenVLAConfig:

@@ -1,5 +1,6 @@
 """The policy of every model that answers token by token: requests in, actions and traces out."""
 
+import logging
 from collections.abc import Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
@@ -48,6 +49,7 @@ from deft_policies.fast.answer import AnswerGrammar
 from deft_policies.progress import doing
 from deft_policies.self_test import self_test
 
+_log = logging.getLogger(__name__)
 _TESTED_TOKENS = 32  # of a text
 
 
@@ -147,6 +149,8 @@ class VlaPolicy(ModelPolicy):
             doing("capturing passes")
             model.capture()
             capture(self.engine)
+            if (kernels := model.network.decoder.kernels) is not None:
+                _log.info("%s", kernels.describe_products())
             for way in self.models:
                 spec = _spec(way, self._any_key, self._tested(way))
                 prompt = self._blank_prompt(way)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from deft_policies.model.cpu_products import Packed, Rows, can_be_batch_invariant, pack
-from deft_policies.model.quantization import Fp8Linear, Matrix
+from deft_policies.model.quantization import Matrix, NarrowLinear
 
 if TYPE_CHECKING:
     from deft_policies.model.kernels.launch import FusedKernels
@@ -29,8 +29,8 @@ def product_of(
     With `packs` a small weight is copied into a layout that a CPU multiplies faster, half the size
     in float32 where float16 holds its numbers. Such products cannot be captured.
     """
-    if isinstance(linear, Fp8Linear):
-        return Fp8Product(linear) if kernels is None else FusedProduct(kernels, linear.matrix)
+    if isinstance(linear, NarrowLinear):
+        return NarrowProduct(linear) if kernels is None else FusedProduct(kernels, linear.matrix)
     assert isinstance(linear, nn.Linear)
     weight, bias = linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
     # Weights that torchao has quantised are tensors of another class, and only know `linear`.
@@ -149,10 +149,10 @@ class QuantizedProduct(Product):
         return _with_bias(functional.linear(inputs, self._weight), self._bias)
 
 
-class Fp8Product(Product):
-    """From a weight in fp8, without our kernels."""
+class NarrowProduct(Product):
+    """From a weight in few bits, without our kernels."""
 
-    def __init__(self, linear: Fp8Linear) -> None:
+    def __init__(self, linear: NarrowLinear) -> None:
         self._linear = linear
 
     def multiply(self, inputs: Tensor) -> Tensor:

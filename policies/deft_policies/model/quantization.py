@@ -1,12 +1,13 @@
-"""Stores the decoder's matrices in fewer bits: fp8 by PyTorch itself, the others through torchao.
+"""Stores the decoder's matrices in fewer bits: fp8, and int4 on a GPU, for our own products, the
+others through torchao.
 
 The library is imported only when it is asked for: it is slow to import, and speaks on the way.
 Embedding, head, norms and everything that looks at the image keep their format.
 
-In fp8 (e4m3) each row of a matrix has a scale, a power of two: so bfloat16 holds every weight
-exactly. Only the weights have fewer bits: what they are multiplied with keeps its format, and a
-token has the bits alone that it has among others. On a GPU our own product reads fp8 (`kernels`);
-elsewhere there is a slow twin, for tests.
+In fp8 (e4m3) each row of a matrix has a scale, a power of two. In int4 each group of a row has one,
+of five bits. So bfloat16 holds every weight exactly. Only the weights have fewer bits: what they
+are multiplied with keeps its format. On a GPU our own product reads both (`kernels`); elsewhere
+there is a slow twin, for tests.
 """
 
 import logging
@@ -27,8 +28,9 @@ from deft_policies.model.formats import Quantization
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # that the format holds
 SMALLEST_ROW = 1e-12  # rows of nothing but zeros are divided by this
-_GROUP = 32  # inputs that share an int4 scale on a CPU
-_GROUP_CUDA = 128
+GROUP = 128  # inputs that share an int4 scale
+_GROUP_CPU = 32
+_BITS_OF_SCALE = 5
 _CAPABILITY = {Quantization.FP8: (8, 9), Quantization.INT4: (8, 0)}  # of a GPU, at least
 
 
@@ -38,7 +40,7 @@ def check_quantization(
     """Raise `DeviceError` if the device cannot hold or multiply such matrices."""
     if quantization is Quantization.NONE:
         return
-    if quantization is not Quantization.FP8:
+    if not _is_ours(quantization, device):
         _import_torchao()
     if device.type not in ("cpu", "cuda"):
         raise DeviceError(f"quantization works on cpu and cuda, not on {device}")
@@ -67,43 +69,41 @@ def quantize_linears(
     linears = {
         name: linear for name, linear in module.named_modules() if isinstance(linear, nn.Linear)
     }
-    kept = [name for name, linear in linears.items() if not _fits(linear, quantization, device)]
-    if quantization is Quantization.FP8:
+    if _is_ours(quantization, device):
+        kind = Fp8Linear if quantization is Quantization.FP8 else Int4Linear
         for name, linear in linears.items():
-            if name not in kept:
-                module.set_submodule(name, Fp8Linear(linear))
-        return kept
+            module.set_submodule(name, kind(linear))
+        return []
+    kept = [name for name, linear in linears.items() if not _fits(linear, quantization)]
     library = _import_torchao()
     with _quiet():
         library.quantize_(
             module,
-            _config(library, quantization, device),
+            _config(library, quantization),
             filter_fn=lambda one, name: isinstance(one, nn.Linear) and name not in kept,
         )
     return kept
 
 
-def _fits(linear: nn.Linear, quantization: Quantization, device: torch.device) -> bool:
-    if quantization is Quantization.INT4:
-        return linear.in_features % (_GROUP if device.type == "cpu" else _GROUP_CUDA) == 0
-    return True
+def _is_ours(quantization: Quantization, device: torch.device) -> bool:
+    """Whether our own product reads the format."""
+    is_int4 = quantization is Quantization.INT4 and device.type == "cuda"
+    return quantization is Quantization.FP8 or is_int4
 
 
-def _config(library: ModuleType, quantization: Quantization, device: torch.device) -> object:
+def _fits(linear: nn.Linear, quantization: Quantization) -> bool:
+    return quantization is not Quantization.INT4 or linear.in_features % _GROUP_CPU == 0
+
+
+def _config(library: ModuleType, quantization: Quantization) -> object:
     """The library's own description of the format."""
     if quantization is Quantization.INT8:
         return library.Int8WeightOnlyConfig(set_inductor_config=False)
-    if device.type == "cuda":
-        return library.Int4WeightOnlyConfig(
-            group_size=_GROUP_CUDA,
-            int4_packing_format="tile_packed_to_4d",
-            set_inductor_config=False,
-        )
-    # The packed kernels are for GPUs. This keeps each value in a byte: int4's accuracy, but
+    # Its packed kernels are for GPUs. This keeps each value in a byte: int4's accuracy, but
     # int8's size.
     return library.IntxWeightOnlyConfig(
         weight_dtype=torch.int4,  # type: ignore[attr-defined]  # missing from torch's stubs
-        granularity=library.PerGroup(_GROUP),
+        granularity=library.PerGroup(_GROUP_CPU),
     )
 
 
@@ -132,24 +132,34 @@ def _quiet() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight [out, in] and a bias [out]; one in fp8 has `scales` [out], in float32, too."""
+    """A weight [out, in] and a bias [out]; one in few bits has `scales`, in float32, too.
+
+    Those of fp8 are [out], those of int4 [out, group].
+    """
 
     weight: Tensor
     bias: Tensor | None = None
     scales: Tensor | None = None
 
+    @property
+    def bits(self) -> int:
+        """Of a weight: 8 in fp8, 4 where two share a byte, 16 else."""
+        if self.scales is None:
+            return 16
+        return 4 if self.weight.dtype is torch.uint8 else 8
 
-class Fp8Linear(nn.Module):
-    """A linear without a bias, its weight in fp8 with a scale for every row."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+class NarrowLinear(nn.Module):
+    """A linear without a bias, its weight in few bits."""
+
+    in_features: int
+    out_features: int
+
+    def __init__(self, linear: nn.Linear, values: Tensor, scales: Tensor) -> None:
         super().__init__()
         assert linear.bias is None
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        wide = linear.weight.detach().float()
-        largest = wide.abs().amax(dim=1).clamp_(min=SMALLEST_ROW).div_(LARGEST)
-        scales = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent)
-        self.register_buffer("values", (wide / scales[:, None]).to(FP8))
+        self.register_buffer("values", values)
         self.register_buffer("scales", scales)
 
     @property
@@ -157,11 +167,60 @@ class Fp8Linear(nn.Module):
         """For our own product."""
         return Matrix(self.get_buffer("values"), scales=self.get_buffer("scales"))
 
+    @property
+    def weight(self) -> Tensor:
+        """The same in float32, [out, in]."""
+        raise NotImplementedError
+
     def multiply(self, inputs: Tensor) -> Tensor:
         """[row, out] of [row, in], summed in float32."""
-        sums = functional.linear(inputs.float(), self.get_buffer("values").float())
-        return sums.mul_(self.get_buffer("scales")).to(inputs.dtype)
+        return functional.linear(inputs.float(), self.weight).to(inputs.dtype)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Multiply [..., in]."""
         return self.multiply(inputs.flatten(0, -2)).view(*inputs.shape[:-1], -1)
+
+
+class Fp8Linear(NarrowLinear):
+    """In fp8, with a scale for every row."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        wide = linear.weight.detach().float()
+        largest = wide.abs().amax(dim=1).clamp_(min=SMALLEST_ROW).div_(LARGEST)
+        scales = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent)
+        super().__init__(linear, (wide / scales[:, None]).to(FP8), scales)
+
+    @property
+    def weight(self) -> Tensor:
+        """The same in float32, [out, in]."""
+        return self.get_buffer("values").float() * self.get_buffer("scales")[:, None]
+
+
+class Int4Linear(NarrowLinear):
+    """In whole numbers from -8 to 7, with a scale for every group of a row.
+
+    Bytes hold the numbers of one group in their lower halves, and those of the next group in their
+    upper ones. What is missing of the last two groups is filled with zeros.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        wide = linear.weight.detach().float()
+        wide = functional.pad(wide, (0, -wide.shape[1] % (2 * GROUP)))
+        wide = wide.view(len(wide), -1, GROUP)
+        # The number that is farthest from zero becomes -8.
+        farthest = wide.gather(2, wide.abs().argmax(dim=2, keepdim=True)).squeeze(2)
+        mantissa, exponent = torch.frexp(farthest / -8)
+        few = (mantissa * 2**_BITS_OF_SCALE).round_()
+        scales = torch.ldexp(few, exponent - _BITS_OF_SCALE)
+        divisors = torch.where(scales == 0, 1.0, scales)[:, :, None]
+        numbers = (wide / divisors).round_().clamp_(-8, 7).add_(8).to(torch.uint8)
+        low, high = numbers.view(len(wide), -1, 2, GROUP).unbind(2)
+        super().__init__(linear, (low | high << 4).flatten(1), scales)
+
+    @property
+    def weight(self) -> Tensor:
+        """The same in float32, [out, in]."""
+        both = self.get_buffer("values").view(self.out_features, -1, GROUP)
+        numbers = torch.stack((both & 15, both >> 4), dim=2).flatten(1, 2).float() - 8
+        wide = numbers * self.get_buffer("scales")[:, :, None]
+        return wide.flatten(1)[:, : self.in_features]

@@ -3,8 +3,12 @@
 Drafts are scripted, because none is ever right about random weights; all scripts share one engine.
 """
 
+import cProfile
+import pstats
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -32,6 +36,7 @@ LIKE = {
 _OF_TEXT = 0.93  # of drafts of a thinking text stand
 _BASELINE_FRAMES = 5
 _BATCHES = (2, 4, 8)
+_MOST = 30  # functions of the host that are shown
 
 
 def scripts_like(names: Sequence[str]) -> list[Script]:
@@ -77,6 +82,33 @@ def frames(setting: Setting) -> Iterator[Row]:
         yield {"method": run.contender.name, **times_of(run)}
     for key in runner.uncaptured:
         yield {"method": f"not captured: {key}"[:80]}
+
+
+def host(setting: Setting) -> Iterator[Row]:
+    """What the host does in a plain frame, by function; a profiler makes all of it slower."""
+    scripts, seen = [Script(PLAIN)], setting.frames(setting.size.frames)
+    policy, _ = captured_policy(setting, scripts, seen)
+    batches = [
+        [PolicyRequest(one.observation, SessionMemory(), ActOptions(decoding=PLAIN))]
+        for one in seen
+    ]
+    policy.act(batches[0])
+    setting.wait()
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for batch in batches:
+        policy.act(batch)
+    profiler.disable()
+    found: Any = pstats.Stats(profiler)
+    # Of each function: calls, and seconds in itself and with what it calls.
+    functions = [(where, *took) for where, (_, *took, _) in found.stats.items()]
+    for (file, line, name), calls, own, whole in sorted(functions, key=lambda one: -one[2])[:_MOST]:
+        yield {
+            "function": f"{Path(file).name}:{line} {name}"[:70],
+            "calls a frame": calls / len(batches),
+            "own ms": 1e3 * own / len(batches),
+            "with what it calls, ms": 1e3 * whole / len(batches),
+        }
 
 
 def times_of(run: Replay) -> Row:

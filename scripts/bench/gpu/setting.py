@@ -205,10 +205,10 @@ class Setting:
         network = self.make_network()
         if self.is_cuda:
             # Imported here: only GPUs have it.
-            from deft_policies.model.kernels.launch import FusedKernels, add_whole_sums
+            from deft_policies.model.kernels.launch import add_whole_sums, kernels_for
 
             add_whole_sums()
-            network.fuse(FusedKernels())
+            network.fuse(kernels_for(self.device))
         return network
 
     def make_network(self) -> OpenVLAModel:
@@ -233,10 +233,15 @@ class Setting:
         model = OpenVLA(
             VlaTarget(self.network, runner=runner),
             self.encode,
-            ImageProcessor(self.config.image, ImageChain.NONE),
+            self.images,
             {STATISTICS_KEY: unit_statistics(num_tokens)},
         )
         return VlaPolicy(model, ModelOptions(decoding=AUTOREGRESSIVE))
+
+    @property
+    def images(self) -> ImageProcessor:
+        """As `OpenVLAFamily` has it: a GPU resizes frames itself."""
+        return ImageProcessor(self.config.image, ImageChain.NONE, resizes_on_device=self.is_cuda)
 
     @property
     def encode(self) -> Callable[[str], tuple[int, ...]]:

@@ -42,12 +42,15 @@ def test_a_7b_captures_at_most_40_passes_in_at_most_3_gib(draft_heads: tuple[Pat
     assert 0 < sum(planned(found).values()) <= 3.2 * GIB
 
 
-@pytest.mark.parametrize(("quantization", "rows"), [(Quantization.NONE, 1), (Quantization.FP8, 4)])
-def test_a_card_of_24_gb_holds_a_7b_and_one_of_8_gb_does_not(
-    monkeypatch: pytest.MonkeyPatch, quantization: Quantization, rows: int
+@pytest.mark.parametrize(
+    ("card", "quantization", "rows"),
+    [(24, Quantization.NONE, 1), (24, Quantization.FP8, 4), (12, Quantization.INT4, 8)],
+)
+def test_a_card_holds_a_7b_in_a_format_and_one_of_8_gb_does_not(
+    monkeypatch: pytest.MonkeyPatch, card: int, quantization: Quantization, rows: int
 ) -> None:
     """What `deft doctor` adds up; a gigabyte of the card is the driver's and torch's."""
-    free = 23 * GIB
+    free = (card - 1) * GIB
     monkeypatch.setattr("deft_policies.checkpoint.open.find_free_bytes", lambda device: free)
     found = family(largest_batch=rows, quantization=quantization)
     asked = found.places, torch.device("cuda"), torch.bfloat16, quantization

@@ -19,7 +19,7 @@ from deft_policies.model.quantization import quantize_linears
 from deft_policies.model.vla import OpenVLAModel, VisionTransformer
 from tests.fake_graphs import RecordingCapturer
 from tests.launches import LaunchCounter
-from tests.tiny_openvla import CPU, random_prompts, tiny_config, tiny_model
+from tests.tiny_openvla import random_prompts, tiny_config, tiny_model
 from tests.triton_twins import Counted
 
 LAYER_LAUNCHES, WIDE_LAYER_LAUNCHES, BLOCK_LAUNCHES = 7, 9, 8
@@ -99,7 +99,7 @@ def test_fused_towers_see_what_plain_ones_do() -> None:
 
 
 @pytest.mark.parametrize("num_nodes", [1, 8, NARROW + 1])
-@pytest.mark.parametrize("quantization", [Quantization.NONE, Quantization.FP8])
+@pytest.mark.parametrize("quantization", [Quantization.NONE, Quantization.FP8, Quantization.INT4])
 def test_a_layer_of_a_decode_or_verify_pass_takes_seven_launches(
     num_nodes: int, quantization: Quantization, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,7 +114,7 @@ def test_a_layer_of_a_decode_or_verify_pass_takes_seven_launches(
         launch = Counted(is_run=False)
         model = tiny_model(num_layers=num_layers).half()
         for layer in model.decoder.layers:
-            quantize_linears(layer, quantization, CPU)
+            quantize_linears(layer, quantization, torch.device("cuda"))
         model.fuse(launch.kernels)
         target, (prompt, _) = fixed_shapes(model), two_prompts(model)
         cache = target.new_cache()

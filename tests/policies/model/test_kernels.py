@@ -11,9 +11,9 @@ from torch.nn import functional
 pytest.importorskip("triton", reason="fused kernels need Triton")
 
 from deft_policies.model.kernels import launch
-from deft_policies.model.kernels.launch import NARROW
+from deft_policies.model.kernels.launch import NARROW, TILES, WEIGHT_FIRST, Tiles
 from deft_policies.model.llama import RMSNorm, rotate_
-from deft_policies.model.quantization import Fp8Linear, Matrix
+from deft_policies.model.quantization import Fp8Linear, Int4Linear, Matrix, NarrowLinear
 from deft_policies.model.sizes import LlamaSizes
 from tests.draws import IS_NIGHT, pairwise
 from tests.triton_twins import Counted
@@ -304,13 +304,75 @@ def test_queries_keys_and_values_are_multiplied_and_rotated_in_one_launch(
     assert torch.equal(caches[1], caches[0])
 
 
-@pytest.mark.parametrize("num_rows", [1, 40, 70])  # by all the ways there are
-def test_a_weight_in_fp8_multiplies_as_the_same_numbers_in_16_bits(num_rows: int) -> None:
-    linear = torch.nn.Linear(64, 48, bias=False, dtype=torch.float16)
-    linear.weight.data = random(48, 64, dtype=torch.float16, seed=1) / 8
-    narrow = Fp8Linear(linear).matrix
-    assert narrow.scales is not None
-    wide = Matrix((narrow.weight.float() * narrow.scales[:, None]).half())
-    rows, kernels = eighths(num_rows, 64, dtype=torch.float16), Counted().kernels
-    assert torch.equal(kernels.product(rows, narrow), kernels.product(rows, wide))
-    assert torch.equal(kernels.open(rows, narrow), kernels.open(rows, wide))
+@pytest.mark.parametrize("num_in", [128, 136])
+@pytest.mark.parametrize("num_rows", [5, 40])
+def test_the_weight_may_be_the_first_operand(num_rows: int, num_in: int) -> None:
+    """What comes of it is the same, also where rotations or activations follow."""
+    dtype, heads = torch.float16, replace(head_sizes(2), head_dim=24)
+    plain = Counted().kernels
+    kernels = replace(plain, tiles=WEIGHT_FIRST)
+    rows, slots = eighths(num_rows, num_in, dtype=dtype), torch.arange(num_rows)
+    weight = eighths(8 * heads.head_dim, num_in, dtype=dtype, seed=1) / 8
+    matrix = Matrix(weight, eighths(len(weight), dtype=dtype, seed=2))
+    residuals = [eighths(num_rows, len(weight), dtype=dtype, seed=3) for _ in range(2)]
+    rotation = random(2, num_rows, heads.head_dim, dtype=dtype, seed=4).unbind()
+    caches = [torch.zeros(1, num_rows, 4, heads.head_dim, dtype=dtype) for _ in range(2)]
+    found, expected = (
+        (
+            one.product(rows, matrix),
+            one.product(rows, Matrix(weight), residual=residual),
+            one.open(rows, Matrix(weight)),
+            one.project(rows, matrix, (rotation[0], rotation[1]), cache, slots, heads)[:, :96],
+            cache,
+        )
+        for one, residual, cache in zip((kernels, plain), residuals, caches, strict=True)
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "kind", "tiles", "widens"),
+    [
+        # By all the ways there are.
+        *[
+            (num_rows, Fp8Linear, tiles, True)
+            for num_rows in (1, 40)
+            for tiles in (TILES, WEIGHT_FIRST)
+        ],
+        *[(num_rows, Int4Linear, TILES, True) for num_rows in (1, 40)],
+        *[
+            (70, kind, TILES, widens)
+            for kind in (Fp8Linear, Int4Linear)
+            for widens in (True, False)
+        ],
+    ],
+)
+@pytest.mark.parametrize("num_in", [256, 300])
+def test_a_weight_in_few_bits_multiplies_as_the_same_numbers_in_16_bits(
+    num_rows: int,
+    kind: type[NarrowLinear],
+    tiles: tuple[Tiles, ...],
+    widens: bool,
+    num_in: int,
+) -> None:
+    linear = torch.nn.Linear(num_in, 48, bias=False, dtype=torch.float16)
+    linear.weight.data = random(48, num_in, dtype=torch.float16, seed=1) / 8
+    narrow = kind(linear)
+    wide = Matrix(narrow.weight.half())
+    assert torch.equal(wide.weight.float(), narrow.weight)
+    kernels = replace(Counted().kernels, tiles=tiles, widens=widens)
+    rows = eighths(num_rows, num_in, dtype=torch.float16)
+    # With the same tiles: the interpreter's library adds some shapes in another order.
+    others = replace(kernels, tiles=WEIGHT_FIRST if kind is Int4Linear else tiles)
+    assert torch.equal(kernels.product(rows, narrow.matrix), others.product(rows, wide))
+    assert torch.equal(kernels.open(rows, narrow.matrix), others.open(rows, wide))
+
+
+def test_who_multiplies_is_said_of_every_shape_that_was_asked_about() -> None:
+    asked = {((64, 32), 40, True, True): True, ((64, 588), 40, False, True): False}
+    kernels = replace(Counted().kernels, _equals_ours=asked)
+    assert kernels.describe_products() == (
+        "PyTorch multiplies 1 of 2 shapes, with the bits of our own product; "
+        "ours: 40 rows by 64x588"
+    )

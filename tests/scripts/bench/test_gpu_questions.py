@@ -1,5 +1,6 @@
 """Parts of the questions to a GPU that a CPU would not come by, and what is read of a profile."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import torch
 pytest.importorskip("triton", reason="fused kernels need Triton")
 
 from deft_policies.model.graphs import Reserve
+from scripts.bench.gpu import formats
+from scripts.bench.gpu.asking import Row
 from scripts.bench.gpu.passes import read_profile, small_ways
 from scripts.bench.gpu.products import Shape, blas, compare_bits, table
 from scripts.bench.gpu.setting import SIZES, MeasuredRunner, OutOfTimeError, Setting
@@ -105,3 +108,36 @@ def test_capturing_ends_when_its_time_is_over(tmp_path: Path) -> None:
     hurried = MeasuredRunner(setting, Reserve(), seconds=-1.0)
     with pytest.raises(OutOfTimeError):
         hurried.run("a step", lambda one: (one + 1,), (torch.zeros(3),))
+
+
+def test_the_weight_comes_first_for_a_question_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs are only counted: passes and frames of what they leave would be of no use."""
+    setting, launch = Setting(SIZES["tiny"], CPU, tmp_path), Counted(is_run=False)
+    setting.dtype = torch.float16
+    setting.network.fuse(launch.kernels)
+    asked: list[tuple[str, bool]] = []
+
+    def passes(setting: Setting, way: str) -> Iterator[Row]:
+        kernels = setting.network.decoder.kernels
+        assert kernels is not None
+        asked.append((way, kernels.tiles[0].weight_first))
+        yield {"what": "passes"}
+
+    monkeypatch.setattr(formats, "_passes", passes)
+    rows = list(formats.weight_first(setting))
+    assert len({row["way"] for row in rows if row["what"] != "passes"}) == 4  # of cutting them
+    assert setting.network.decoder.kernels == launch.kernels
+    network = setting.network
+    list(formats.fp8(setting))
+    expected = [("weight first", True), ("as it is served", False), ("weight first", True)]
+    assert asked == expected
+    assert setting.network is not network  # what asks next has none in few bits
+
+
+def test_a_gpu_resizes_frames_itself_as_it_does_for_a_server(tmp_path: Path) -> None:
+    frame = Setting(SIZES["tiny"], CPU, tmp_path).frames(1)[0].observation.image
+    for device, shape in (("cuda", frame.shape), ("cpu", (28, 28, 3))):
+        setting = Setting(SIZES["tiny"], torch.device(device), tmp_path)
+        assert setting.images.fit(frame).shape == shape

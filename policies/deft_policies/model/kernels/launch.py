@@ -4,8 +4,8 @@ Every function is one launch. Scalars that change from pass to pass are not spec
 compiled for one pass serves all others of the same model.
 """
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deft_policies.model.fused_attention import CHUNK, NUM_HEADER
 from deft_policies.model.kernels import programs
-from deft_policies.model.quantization import Matrix
+from deft_policies.model.quantization import GROUP, Matrix
 from deft_policies.model.sizes import LlamaSizes
 
 _TAIL = 16  # positions behind the border that a program adds together
@@ -30,7 +30,7 @@ _LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
-class _Tiles:
+class Tiles:
     """How a matrix product is cut; every sum is the same for all of them."""
 
     rows: int
@@ -38,22 +38,35 @@ class _Tiles:
     inner: int
     num_warps: int
     num_stages: int
+    weight_first: bool = False  # of the operands of the matrix instructions
 
 
 # For so many rows at most. Each takes less than 99 KiB of shared memory.
 TILES = (
-    _Tiles(16, 32, 256, num_warps=4, num_stages=4),  # the weight is all that is read
-    _Tiles(64, 32, 128, num_warps=4, num_stages=4),
-    _Tiles(128, 128, 64, num_warps=8, num_stages=3),
+    Tiles(16, 32, 256, num_warps=4, num_stages=4),  # the weight is all that is read
+    Tiles(64, 32, 128, num_warps=4, num_stages=4),
+    Tiles(128, 128, 64, num_warps=8, num_stages=3),
 )
+# The same with the weight as the first operand: a shorter chain of instructions for few rows, and
+# on a Hopper GPU one order of sums for all rows of a weight in few bits. No GPU has run these, so
+# nothing but `scripts.bench gpu` asks for them.
+WEIGHT_FIRST = (
+    Tiles(16, 64, 128, num_warps=4, num_stages=4, weight_first=True),
+    Tiles(64, 64, 128, num_warps=4, num_stages=3, weight_first=True),
+    TILES[2],
+)
+# For weights in four bits. Of those a program reads two groups at a time.
+_OF_GROUPS = (WEIGHT_FIRST[0], replace(WEIGHT_FIRST[1], num_stages=2))
 NARROW = TILES[0].rows  # rows that are multiplied by our own product alone
-_MOST_ROWS_OF_FP8 = TILES[1].rows  # for more a weight is first made wide
-# Where half of the columns are those that others are multiplied or turn with.
-_PAIRS = _Tiles(16, 32, 256, num_warps=4, num_stages=4)
+# Major compute capabilities whose matrix instructions also read shared memory.
+_READS_MEMORY = (9, 10, 11)
+_MOST_NARROW_ROWS = TILES[1].rows  # for more a weight in few bits is first made wide
 
 Grid = tuple[int, ...]
 Arguments = tuple[Tensor | int | float, ...]
 Constants = dict[str, int]  # what a program is compiled for
+# Out and in of a weight, rows, whether there is no bias, whether nothing is added to.
+_Asked = tuple[tuple[int, int], int, bool, bool]
 Launch = Callable[[Any, Grid, Arguments, Constants], None]
 
 
@@ -75,6 +88,12 @@ def add_whole_sums() -> None:
         matmul.allow_bf16_reduced_precision_reduction = False
 
 
+def kernels_for(device: torch.device) -> "FusedKernels":
+    """As a GPU is served with them."""
+    reads_memory = torch.cuda.get_device_capability(device)[0] in _READS_MEMORY
+    return FusedKernels(widens=reads_memory)
+
+
 @cache
 def _counts(device: torch.device) -> Tensor:
     """How many splits have ended, by program; every program leaves zeros behind."""
@@ -87,8 +106,12 @@ class FusedKernels:
     """The operations; `launch` starts them."""
 
     launch: Launch = start
+    tiles: tuple[Tiles, ...] = TILES
+    # Whether a weight in few bits is made wide for many rows. Where all matrix instructions read
+    # registers, those of few bits are added in another order than wide ones.
+    widens: bool = True
     # Whether PyTorch's product of such shapes has the bits of ours.
-    _equals_ours: dict[Hashable, bool] = field(default_factory=dict)
+    _equals_ours: dict[_Asked, bool] = field(default_factory=dict)
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise [token, width]."""
@@ -152,20 +175,21 @@ class FusedKernels:
         out = rows.new_empty(len(rows), len(matrix.weight)) if residual is None else residual
         if len(rows) <= NARROW:
             return self._multiply(rows.contiguous(), matrix, out, residual)
-        if matrix.scales is not None and len(rows) > _MOST_ROWS_OF_FP8:
+        if self.widens and matrix.scales is not None and len(rows) > _MOST_NARROW_ROWS:
             matrix = Matrix(self._widened(matrix, rows), matrix.bias)
         if self._agrees(matrix, out, residual):
             return _multiply_by_pytorch(rows, matrix, out, residual)
         return self._multiply(rows.contiguous(), matrix, out, residual)
 
     def _widened(self, matrix: Matrix, like: Tensor) -> Tensor:
-        """A weight in fp8 in the format of `like`, which holds it exactly."""
+        """A weight in few bits in the format of `like`, which holds it exactly."""
         assert matrix.scales is not None
-        num_out, num_in = matrix.weight.shape
+        num_out, num_in = len(matrix.weight), like.shape[1]
         out = like.new_empty(num_out, num_in)
         grid = (num_out, triton.cdiv(num_in, _COLUMNS))
         arguments = (matrix.weight, matrix.scales, out, num_in)
-        self.launch(programs.widen, grid, arguments, {"BLOCK": _COLUMNS})
+        constants = {"BITS": matrix.bits, "BLOCK": _COLUMNS}
+        self.launch(programs.widen, grid, arguments, constants)
         return out
 
     def _agrees(self, matrix: Matrix, out: Tensor, residual: Tensor | None) -> bool:
@@ -177,7 +201,8 @@ class FusedKernels:
         if not out.is_cuda or matrix.scales is not None:
             return False
         weight = matrix.weight
-        key = (weight.shape, len(out), matrix.bias is None, residual is None)
+        shape = (len(weight), weight.shape[1])
+        key = (shape, len(out), matrix.bias is None, residual is None)
         if key not in self._equals_ours and not torch.cuda.is_current_stream_capturing():
             rows = torch.randn(len(out), weight.shape[1], device=out.device).to(out)
             ours, theirs = torch.randn_like(out), torch.empty_like(out)
@@ -188,20 +213,35 @@ class FusedKernels:
             self._equals_ours[key] = torch.equal(ours, theirs)
         return self._equals_ours.get(key, False)
 
+    def describe_products(self) -> str:
+        """Who multiplies more than `NARROW` rows, as far as this machine was asked."""
+        ours = [
+            f"{num_rows} rows by {num_out}x{num_in}"
+            for ((num_out, num_in), num_rows, *_), is_theirs in self._equals_ours.items()
+            if not is_theirs
+        ]
+        told = f"PyTorch multiplies {len(self._equals_ours) - len(ours)} of "
+        told += f"{len(self._equals_ours)} shapes, with the bits of our own product"
+        return told + (f"; ours: {', '.join(dict.fromkeys(ours))}" if ours else "")
+
     def _multiply(
         self, rows: Tensor, matrix: Matrix, out: Tensor, residual: Tensor | None
     ) -> Tensor:
         (num_rows, num_in), num_out = rows.shape, len(matrix.weight)
-        tiles = next((shape for shape in TILES if num_rows <= shape.rows), TILES[-1])
+        tiles = self._tiles_for(num_rows, matrix)
         grid = (triton.cdiv(num_rows, tiles.rows), triton.cdiv(num_out, tiles.columns))
         arguments = (rows, matrix.weight, *_given(matrix), out, out, num_rows, num_in, num_out)
         constants = {
-            **_cut(tiles, matrix),
+            **_cut(tiles, matrix, num_in),
             "HAS_BIAS": matrix.bias is not None,
             "HAS_RESIDUAL": residual is not None,
         }
         self.launch(programs.product, grid, arguments, constants)
         return out
+
+    def _tiles_for(self, num_rows: int, matrix: Matrix) -> Tiles:
+        tiles = _OF_GROUPS if matrix.bits == 4 else self.tiles
+        return next((shape for shape in tiles if num_rows <= shape.rows), tiles[-1])
 
     def open(self, rows: Tensor, gate_up: Matrix) -> Tensor:
         """silu(gate) * up of [token, in] times the matrix of both."""
@@ -209,10 +249,11 @@ class FusedKernels:
             return self.silu_times(self.product(rows, gate_up))
         (num_rows, num_in), width = rows.shape, len(gate_up.weight) // 2
         out = rows.new_empty(num_rows, width)
-        grid = (1, triton.cdiv(width, _PAIRS.columns // 2))
+        tiles = self._tiles_for(num_rows, gate_up)
+        grid = (1, triton.cdiv(width, tiles.columns // 2))
         scales = _given(gate_up)[0]
         arguments = (rows.contiguous(), gate_up.weight, scales, out, num_rows, num_in, width)
-        self.launch(programs.product_silu, grid, arguments, _cut(_PAIRS, gate_up))
+        self.launch(programs.product_silu, grid, arguments, _cut(tiles, gate_up, num_in))
         return out
 
     def project(
@@ -238,11 +279,12 @@ class FusedKernels:
             *(rows.contiguous(), qkv.weight, *_given(qkv), cos, sin, fused, cache, slots),
             *(num_rows, num_in, cos.stride(0)),
         )
+        tiles = self._tiles_for(num_rows, qkv)
         num_heads = heads.num_heads + 2 * heads.num_kv_heads
-        grid = (1, num_heads * triton.cdiv(heads.head_dim // 2, _PAIRS.columns // 2))
+        grid = (1, num_heads * triton.cdiv(heads.head_dim // 2, tiles.columns // 2))
         constants = {
             **_constants(heads),
-            **_cut(_PAIRS, qkv),
+            **_cut(tiles, qkv, num_in),
             "HAS_BIAS": qkv.bias is not None,
         }
         self.launch(programs.product_rotated, grid, arguments, constants)
@@ -315,11 +357,12 @@ def _given(matrix: Matrix) -> tuple[Tensor, Tensor]:
     )
 
 
-def _cut(tiles: _Tiles, matrix: Matrix) -> Constants:
+def _cut(tiles: Tiles, matrix: Matrix, num_in: int) -> Constants:
     """What a product is compiled for."""
     return {
-        "HAS_SCALES": matrix.scales is not None,
-        "IS_WHOLE": matrix.weight.shape[1] % tiles.inner == 0,
+        "BITS": matrix.bits,
+        "IS_WHOLE": num_in % (2 * GROUP if matrix.bits == 4 else tiles.inner) == 0,
+        "WEIGHT_FIRST": tiles.weight_first,
         "ROWS": tiles.rows,
         "COLUMNS": tiles.columns,
         "INNER": tiles.inner,

@@ -10,7 +10,7 @@ know pointers and strides only; `launch` knows tensors.
 import triton
 import triton.language as tl
 
-from deft_policies.model import fused_attention
+from deft_policies.model import fused_attention, quantization
 
 _ROOT = tl.constexpr(fused_attention.ROOT)
 _NUM_PROMPT = tl.constexpr(fused_attention.NUM_PROMPT)
@@ -19,6 +19,7 @@ _TWO_WAY = tl.constexpr(fused_attention.TWO_WAY)
 _NUM_HEADER = tl.constexpr(fused_attention.NUM_HEADER)
 _MOST_DEEP = tl.constexpr(fused_attention.MOST_DEEP)
 _WORD = tl.constexpr(fused_attention.WORD)
+_GROUP = tl.constexpr(quantization.GROUP)
 _BORDERS = tl.constexpr(16)  # that borders behind a prompt are multiples of
 _AT_ONCE = tl.constexpr(4)  # parts that are read at once
 _LOWEST = tl.constexpr(-900.0)  # of the exponents of weights, so that none overflows
@@ -330,13 +331,13 @@ def _load_inner(pointer, is_there, inner, num_in, IS_WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _wide_weights(weights, kind: tl.constexpr, HAS_SCALES: tl.constexpr):
+def _wide_weights(weights, kind: tl.constexpr, BITS: tl.constexpr):
     """Weights in the format `kind`; those in fp8 become bfloat16 four at a time.
 
     Their bits are moved to where bfloat16 has sign, exponent and mantissa. A product by 2 ** 120,
     which is exact, makes good for the difference between the two biases of exponents.
     """
-    if HAS_SCALES and kind == tl.bfloat16:
+    if BITS == 8 and kind == tl.bfloat16:
         return tl.inline_asm_elementwise(
             """
             {
@@ -365,42 +366,125 @@ def _wide_weights(weights, kind: tl.constexpr, HAS_SCALES: tl.constexpr):
 
 
 @triton.jit
-def _scaled(total, scales, column, is_column, HAS_SCALES: tl.constexpr):
+def _scaled(total, scales, column, is_column, BITS: tl.constexpr):
     """Sums over weights in fp8, whose rows have a scale each, a power of two."""
-    if HAS_SCALES:
+    if BITS == 8:
         total *= tl.load(scales + column, mask=is_column, other=0.0)[None, :]
     return total
 
 
 @triton.jit
-def widen(weight, scales, out, num_in, BLOCK: tl.constexpr):
-    """A row of a weight in fp8, a block of it per program, in 16 bits: exactly the same numbers."""
+def _two_of_a_byte(both, kind: tl.constexpr):
+    """Weights in four bits, from -8 to 7: the lower halves of bytes, and the upper ones.
+
+    As the last bits of a bfloat16 between 128 and 144 they only need 136 less.
+    """
+    if kind == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 first, second, one, bias;
+            mov.b32 one, 0x3F803F80;
+            mov.b32 bias, 0xC308C308;
+            prmt.b32 first, $4, 0, 0x4140;
+            prmt.b32 second, $4, 0, 0x4342;
+            lop3.b32 $0, first, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 $1, second, 0x000F000F, 0x43004300, 0xEA;
+            shr.u32 first, first, 4;
+            shr.u32 second, second, 4;
+            lop3.b32 $2, first, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 $3, second, 0x000F000F, 0x43004300, 0xEA;
+            fma.rn.bf16x2 $0, $0, one, bias;
+            fma.rn.bf16x2 $1, $1, one, bias;
+            fma.rn.bf16x2 $2, $2, one, bias;
+            fma.rn.bf16x2 $3, $3, one, bias;
+            }
+            """,
+            "=r,=r,=r,=r,r",
+            [both],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    return ((both & 15).to(tl.float32) - 8.0).to(kind), ((both >> 4).to(tl.float32) - 8.0).to(kind)
+
+
+@triton.jit
+def widen(weight, scales, out, num_in, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """A row of a weight in few bits, a block of it per program, in 16: exactly the same numbers."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < num_in
-    narrow = tl.load(weight + row * num_in + columns, mask=inside, other=0.0)
-    wide = narrow.to(tl.float32) * tl.load(scales + row)
-    tl.store(out + row * num_in + columns, wide.to(out.dtype.element_ty), mask=inside)
+    if BITS == 4:
+        pairs, group = tl.cdiv(num_in, 2 * _GROUP), columns // _GROUP
+        byte = (row * pairs + group // 2) * _GROUP + columns % _GROUP
+        both = tl.load(weight + byte, mask=inside, other=0)
+        narrow = (both >> (group % 2 * 4) & 15).to(tl.float32) - 8.0
+        scale = tl.load(scales + row * 2 * pairs + group, mask=inside, other=0.0)
+    else:
+        narrow = tl.load(weight + row * num_in + columns, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(scales + row)
+    tl.store(out + row * num_in + columns, (narrow * scale).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_product(total, some, others, WEIGHT_FIRST: tl.constexpr):
+    """Add some rows times some weights."""
+    if WEIGHT_FIRST:
+        total = tl.dot(others, some, total, input_precision="ieee")
+    else:
+        total = tl.dot(some, others, total, input_precision="ieee")
+    return total
 
 
 @triton.jit
 def _sums(
-    rows, weight, row, is_row, column, is_column, num_in,
-    HAS_SCALES: tl.constexpr, IS_WHOLE: tl.constexpr,
+    rows, weight, scales, row, is_row, column, is_column, num_in,
+    BITS: tl.constexpr, IS_WHOLE: tl.constexpr, WEIGHT_FIRST: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """Rows times some columns, each number summed from the first to the last."""
+    """Rows times some columns, each number summed from the first to the last.
+
+    With `WEIGHT_FIRST` the weight is the first operand of the matrix instructions: those that read
+    shared memory by themselves, instead of waiting for registers, need 64 rows of it.
+    """
     inner = tl.arange(0, INNER)
-    left = rows + row[:, None] * num_in + inner[None, :]
-    right = weight + column[None, :] * num_in + inner[:, None]
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for first in range(0, num_in, INNER):
-        some = _load_inner(left, is_row[:, None], (first + inner)[None, :], num_in, IS_WHOLE)
-        others = _load_inner(right, is_column[None, :], (first + inner)[:, None], num_in, IS_WHOLE)
-        others = _wide_weights(others, some.dtype, HAS_SCALES)
-        total = tl.dot(some, others, total, input_precision="ieee")
-        left += INNER
-        right += INNER
+    if WEIGHT_FIRST:
+        row, is_row, of_row = row[None, :], is_row[None, :], inner[:, None]
+        column, is_column, of_column = column[:, None], is_column[:, None], inner[None, :]
+        total = tl.zeros((COLUMNS, ROWS), tl.float32)
+    else:
+        row, is_row, of_row = row[:, None], is_row[:, None], inner[None, :]
+        column, is_column, of_column = column[None, :], is_column[None, :], inner[:, None]
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    left = rows + row * num_in + of_row
+    if BITS == 4:
+        pairs = tl.cdiv(num_in, 2 * INNER)  # of groups of weights, which share bytes
+        right = weight + column * pairs * INNER + of_column
+        scale = scales + column * pairs * 2
+        for first in range(0, num_in, 2 * INNER):
+            both = tl.load(right, mask=is_column, other=0)
+            low, high = _two_of_a_byte(both, rows.dtype.element_ty)
+            some = _load_inner(left, is_row, first + of_row, num_in, IS_WHOLE)
+            factor = tl.load(scale, mask=is_column, other=0.0).to(some.dtype)
+            total = _add_product(total, some, low * factor, WEIGHT_FIRST)
+            some = _load_inner(left + INNER, is_row, first + INNER + of_row, num_in, IS_WHOLE)
+            factor = tl.load(scale + 1, mask=is_column, other=0.0).to(some.dtype)
+            total = _add_product(total, some, high * factor, WEIGHT_FIRST)
+            left += 2 * INNER
+            right += INNER
+            scale += 2
+    else:
+        right = weight + column * num_in + of_column
+        for first in range(0, num_in, INNER):
+            some = _load_inner(left, is_row, first + of_row, num_in, IS_WHOLE)
+            others = _load_inner(right, is_column, first + of_column, num_in, IS_WHOLE)
+            others = _wide_weights(others, some.dtype, BITS)
+            total = _add_product(total, some, others, WEIGHT_FIRST)
+            left += INNER
+            right += INNER
+    if WEIGHT_FIRST:
+        total = tl.trans(total)
     return total
 
 
@@ -413,8 +497,9 @@ def _halves(both, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"])
 def product(
     rows, weight, scales, bias, residual, out, num_rows, num_in, num_out,
-    HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    IS_WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    BITS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    IS_WHOLE: tl.constexpr, WEIGHT_FIRST: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows [row, in] times weight [out, in], plus a bias, plus what is there already.
 
@@ -425,10 +510,10 @@ def product(
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
     is_row, is_column = row < num_rows, column < num_out
     total = _sums(
-        rows, weight, row, is_row, column, is_column, num_in,
-        HAS_SCALES, IS_WHOLE, ROWS, COLUMNS, INNER,
+        rows, weight, scales, row, is_row, column, is_column, num_in,
+        BITS, IS_WHOLE, WEIGHT_FIRST, ROWS, COLUMNS, INNER,
     )  # fmt: skip
-    total = _scaled(total, scales, column, is_column, HAS_SCALES)
+    total = _scaled(total, scales, column, is_column, BITS)
     if HAS_BIAS:
         total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
     here = row[:, None] * num_out + column[None, :]
@@ -442,7 +527,7 @@ def product(
 @triton.jit(do_not_specialize=["num_rows"])
 def product_silu(
     rows, weight, scales, out, num_rows, num_in, width,
-    HAS_SCALES: tl.constexpr, IS_WHOLE: tl.constexpr,
+    BITS: tl.constexpr, IS_WHOLE: tl.constexpr, WEIGHT_FIRST: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """`product` with gate and up, then `silu_times`: bit for bit the same."""
@@ -453,11 +538,11 @@ def product_silu(
     # Columns of the gate, then those of up that they are multiplied with.
     column = within.to(tl.int64) + tl.arange(0, COLUMNS) // half * width
     total = _sums(
-        rows, weight, row, is_row, column, is_column, num_in,
-        HAS_SCALES, IS_WHOLE, ROWS, COLUMNS, INNER,
+        rows, weight, scales, row, is_row, column, is_column, num_in,
+        BITS, IS_WHOLE, WEIGHT_FIRST, ROWS, COLUMNS, INNER,
     )  # fmt: skip
     kind: tl.constexpr = out.dtype.element_ty
-    total = _scaled(total, scales, column, is_column, HAS_SCALES).to(kind).to(tl.float32)
+    total = _scaled(total, scales, column, is_column, BITS).to(kind).to(tl.float32)
     gate, up = _halves(total, ROWS, COLUMNS)
     column = (tl.program_id(1) * half + tl.arange(0, half)).to(tl.int64)
     both = is_row[:, None] & (column < width)[None, :]
@@ -470,8 +555,8 @@ def product_rotated(
     rows, weight, scales, bias, cos, sin, fused, cache, slots,
     num_rows, num_in, rotation_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, IS_WHOLE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    BITS: tl.constexpr, HAS_BIAS: tl.constexpr, IS_WHOLE: tl.constexpr,
+    WEIGHT_FIRST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """`product` with queries, keys and values, then `rotate_append`: bit for bit the same."""
     half: tl.constexpr = COLUMNS // 2
@@ -485,10 +570,10 @@ def product_rotated(
     # Columns of the lower half of a head, then those of the upper half that they turn with.
     column = head * HEAD_DIM + within + tl.arange(0, COLUMNS) // half * half_head
     total = _sums(
-        rows, weight, row, is_row, column, is_column, num_in,
-        HAS_SCALES, IS_WHOLE, ROWS, COLUMNS, INNER,
+        rows, weight, scales, row, is_row, column, is_column, num_in,
+        BITS, IS_WHOLE, WEIGHT_FIRST, ROWS, COLUMNS, INNER,
     )  # fmt: skip
-    total = _scaled(total, scales, column, is_column, HAS_SCALES)
+    total = _scaled(total, scales, column, is_column, BITS)
     if HAS_BIAS:
         total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
     kind: tl.constexpr = fused.dtype.element_ty
