@@ -29,7 +29,7 @@ SITE := $(VENV)/.site-installed
 LIBERO := $(VENV)/.libero-installed
 
 .NOTPARALLEL:
-.PHONY: help install install-libero install-ray check release demo serve eval-libero clean
+.PHONY: help install install-libero install-ray check release demo can-draw serve eval-libero clean
 .PHONY: docs test test-all test-again test-client test-server test-recipe test-docs test-gpu test-quarantine
 
 help:
@@ -100,8 +100,12 @@ test-quarantine: $(INSTALLED) $(SIMULATOR)
 
 # An import compiles what it needs; compiling all that is installed takes most of a minute.
 demo: PIP_FLAGS += --no-compile
-demo: $(INSTALLED) $(LIBERO)
+demo: can-draw $(INSTALLED) $(LIBERO)
 	@$(BIN)/python -m scripts.demo
+
+# The simulator needs a library of the system's. Asked before minutes of installing.
+can-draw:
+	@PYTHONPATH=client $(PYTHON) -m deft_libero.simulator.graphics
 
 serve: $(INSTALLED)
 	$(BIN)/deft serve $(SERVE_FLAGS)

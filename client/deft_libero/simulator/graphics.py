@@ -6,6 +6,7 @@ MuJoCo and PyOpenGL settle on one library at their first import and cannot chang
 
 import ctypes
 import os
+import sys
 from collections.abc import Callable, MutableMapping
 from enum import Enum
 
@@ -102,3 +103,10 @@ def _initialises(egl: ctypes.CDLL) -> bool:
         return False
     displays = (display_of(_PLATFORM_DEVICE, device, None) for device in devices[: count.value])
     return any(display and egl.eglInitialize(display, None, None) for display in displays)
+
+
+if __name__ == "__main__":  # of any Python, before anything is installed
+    try:
+        find_renderer(Renderer.AUTO)
+    except GraphicsError as error:
+        sys.exit(str(error))

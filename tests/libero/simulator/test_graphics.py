@@ -1,7 +1,16 @@
+import subprocess
+import sys
+
 import pytest
 
 from deft_libero.errors import GraphicsError
-from deft_libero.simulator.graphics import Renderer, announce_renderer, find_renderer
+from deft_libero.simulator.graphics import (
+    APT_LINE_OSMESA,
+    Renderer,
+    announce_renderer,
+    find_renderer,
+)
+from tests.repository import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -55,3 +64,16 @@ def test_mesa_is_told_not_to_start_threads_unless_somebody_else_has():
     quiet: dict[str, str] = {}
     announce_renderer(Renderer.NONE, quiet)
     assert quiet == {"MUJOCO_GL": "disable", "LP_NUM_THREADS": "0"}
+
+
+def test_it_can_be_asked_before_anything_is_installed():
+    """As `make demo` does, with whatever Python there is."""
+    asked = subprocess.run(
+        [sys.executable, "-S", "-m", "deft_libero.simulator.graphics"],
+        env={"PYTHONPATH": str(ROOT / "client"), "MUJOCO_GL": "osmesa", "LD_LIBRARY_PATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in asked.stderr
+    assert asked.returncode == 0 or APT_LINE_OSMESA in asked.stderr
