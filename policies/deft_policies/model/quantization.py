@@ -12,6 +12,7 @@ there is a slow twin, for tests.
 
 import logging
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -149,7 +150,7 @@ class Matrix:
         return 4 if self.weight.dtype is torch.uint8 else 8
 
 
-class NarrowLinear(nn.Module):
+class NarrowLinear(nn.Module, ABC):
     """A linear without a bias, its weight in few bits."""
 
     in_features: int
@@ -168,9 +169,9 @@ class NarrowLinear(nn.Module):
         return Matrix(self.get_buffer("values"), scales=self.get_buffer("scales"))
 
     @property
+    @abstractmethod
     def weight(self) -> Tensor:
         """The same in float32, [out, in]."""
-        raise NotImplementedError
 
     def multiply(self, inputs: Tensor) -> Tensor:
         """[row, out] of [row, in], summed in float32."""
