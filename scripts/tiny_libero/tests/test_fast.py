@@ -94,6 +94,19 @@ def test_an_answer_is_taught_from_its_beginning_to_its_end(prepared: PreparedFas
     assert wanted.argmax(dim=1).tolist() == [*words.prefix, *ids, words.end]
 
 
+def test_codes_count_by_the_ranges_of_their_dimensions(prepared: PreparedFast):
+    ranges = prepared.format.action.second - prepared.format.action.first
+    config = replace(PLAIN, loss=replace(PLAIN.loss, range_power=2.0))
+    _, wanted = FastTrainer(config, prepared)._batches.spell(
+        prepared.samples.labels[0], np.random.default_rng(0)
+    )
+    first = len(prepared.format.words.prefix)
+    (begun, *_) = prepared.format.codec.begun(prepared.samples.labels[0, :1].tolist())
+    weighed = ranges[: len(begun)] ** 2
+    assert float(wanted[first].sum()) == pytest.approx(weighed.mean() / (ranges**2).mean(), 1e-4)
+    assert float(wanted[-1].sum()) == 1
+
+
 def test_some_codes_are_hidden_from_what_comes_behind(prepared: PreparedFast):
     config = replace(CONFIG, hidden_share=1.0, never_hidden=0.0)
     batches = FastTrainer(config, prepared)._batches

@@ -31,6 +31,7 @@ class FastLossConfig:
     """`sigma` is in coefficients; 0 is plain cross-entropy."""
 
     sigma: float = 0.7
+    range_power: float = 0.0  # a code counts by its dimensions' ranges to this power; 0: all alike
     position_weight: float = 1.0  # of the auxiliary regression of simulator positions
 
 
@@ -52,7 +53,7 @@ class FastBatch(CloneBatch):
     """What a policy that writes FAST codes is shown, and what it is to answer."""
 
     patches: Tensor  # [row, kept] those that the decoder is shown
-    targets: Tensor  # [row, step, token] shares of all tokens, zero behind the end
+    targets: Tensor  # [row, step, token] shares of all tokens, weighed, zero behind the end
 
 
 def near_codes(given: FastFormat, sigma: float) -> Tensor:
@@ -87,6 +88,8 @@ class FastBatches:
         self._encoder = PromptEncoder(self._tokenizer, self.num_words, MAX_PROMPT)
         self._codes = np.array(given.code_ids)
         self._hidden = self._tokenizer.token_to_id(HIDDEN)
+        counts = (given.action.second - given.action.first) ** config.loss.range_power
+        self._counts = np.tile(counts / counts.mean(), given.horizon)  # [coefficient]
         self._near = torch.zeros(len(self._codes), self.num_words)
         self._near[:, given.code_ids] = near_codes(given, config.loss.sigma)
 
@@ -143,8 +146,16 @@ class FastBatches:
         shown = self._codes[written]
         shown[is_hidden] = self._hidden
         fixed = torch.eye(self.num_words)
-        wanted = (fixed[list(words.prefix)], self._near[written], fixed[[words.end]])
+        codes_wanted = self._near[written] * self._weigh(written)[:, None]
+        wanted = (fixed[list(words.prefix)], codes_wanted, fixed[[words.end]])
         return [*words.prefix, *shown.tolist()], torch.cat(wanted)
+
+    def _weigh(self, written: NDArray[np.int64]) -> Tensor:
+        """How much each code of an answer counts, [code]: the mean of its coefficients."""
+        begun = self._prepared.format.codec.begun(written.tolist())
+        ends = np.cumsum([len(one) for one in begun])
+        parts = np.split(self._counts, ends[:-1])
+        return torch.tensor([part.mean() if len(part) else 1.0 for part in parts]).float()
 
     def _pick(
         self, num_rows: int, generator: np.random.Generator, is_whole: bool
