@@ -64,15 +64,18 @@ def test_an_answers_codes_are_the_actions_that_were_commanded(prepared: Prepared
     assert (np.sign(actions[:, 6]) == opens).all()
 
 
-def test_codes_near_a_code_have_nearly_its_coefficients(prepared: PreparedFast):
-    pieces = prepared.format.codec.pieces
-    table = near_codes(prepared.format, 1.0)
-    torch.testing.assert_close(table.sum(dim=1), torch.ones(len(pieces)))
+def test_codes_near_a_code_have_nearly_its_actions(prepared: PreparedFast):
+    pieces, action = prepared.format.codec.pieces, prepared.format.action
+    tables = near_codes(prepared.format, 1.0)
+    torch.testing.assert_close(tables.sum(dim=2), torch.ones(7, len(pieces)))
     code, next_one, far, two = (pieces.index(piece) for piece in (b"a", b"b", b"z", b"\xc2"))
-    assert table[code, next_one] / table[code, code] == pytest.approx(np.exp(-0.5))
-    assert table[code, far] < 1e-6
-    assert table[two, two] == 1  # it is a half of a coefficient
-    assert torch.equal(near_codes(prepared.format, 0.0), torch.eye(len(pieces)))
+    ranges = action.second - action.first
+    for table, share in zip(tables, ranges / ranges.max(), strict=True):
+        ratio = table[code, next_one] / table[code, code]
+        assert ratio == pytest.approx(np.exp(-0.5 * share**2), 1e-4)
+        assert table[code, far] < table[code, next_one]
+        assert table[two, two] == 1  # it is a half of a coefficient
+    assert torch.equal(near_codes(prepared.format, 0.0)[3], torch.eye(len(pieces)))
 
 
 def test_a_prompt_is_word_for_word_and_a_number_is_a_token(prepared: PreparedFast):

@@ -28,7 +28,7 @@ _CELL = 2  # patches of a cell's side, of which a short step's decoder is shown 
 
 @dataclass(frozen=True)
 class FastLossConfig:
-    """`sigma` is in coefficients; 0 is plain cross-entropy."""
+    """`sigma` is in coefficients, see `near_codes`; 0 is plain cross-entropy."""
 
     sigma: float = 0.7
     range_power: float = 0.0  # a code counts by its dimensions' ranges to this power; 0: all alike
@@ -57,23 +57,29 @@ class FastBatch(CloneBatch):
 
 
 def near_codes(given: FastFormat, sigma: float) -> Tensor:
-    """What may stand for each code, [code, code]: itself, and those of nearly its coefficients.
+    """What may stand for each code, [dim, code, code]: itself, and those of nearly its actions.
 
-    Gaussian weights of the distance between codes of as many coefficients. A code that ends within
-    a coefficient is itself alone; so is every code where sigma is 0.
+    Gaussian weights of the distance between codes of as many coefficients, the first of which is
+    of a dimension. `sigma` is in coefficients of the dimension with the widest range; in a narrow
+    one as many coefficients are a smaller motion. A code that ends within a coefficient is itself
+    alone; so is every code where sigma is 0.
     """
-    pieces = given.codec.pieces
+    pieces, ranges = given.codec.pieces, given.action.second - given.action.first
+    shares = torch.from_numpy(ranges / ranges.max())
     groups: dict[int, list[int]] = {}
     for code, piece in enumerate(pieces):
         if piece.isascii():  # a byte is a coefficient
             groups.setdefault(len(piece), []).append(code)
-    table = torch.eye(len(pieces))
+    tables = torch.eye(len(pieces)).repeat(len(ranges), 1, 1)
     for members in groups.values() if sigma > 0 else ():
         numbers = torch.tensor([list(pieces[code]) for code in members]).float()
-        weights = torch.exp(-0.5 * (torch.cdist(numbers, numbers) / sigma) ** 2)
         index = torch.tensor(members)
-        table[index[:, None], index] = weights / weights.sum(dim=1, keepdim=True)
-    return table
+        for dim, table in enumerate(tables):
+            scaled = numbers * shares[(dim + torch.arange(numbers.shape[1])) % len(shares)]
+            away = (scaled[:, None] - scaled).square().sum(dim=2)
+            weights = torch.exp(-0.5 * away / sigma**2)
+            table[index[:, None], index] = weights / weights.sum(dim=1, keepdim=True)
+    return tables
 
 
 class FastBatches:
@@ -90,8 +96,9 @@ class FastBatches:
         self._hidden = self._tokenizer.token_to_id(HIDDEN)
         counts = (given.action.second - given.action.first) ** config.loss.range_power
         self._counts = np.tile(counts / counts.mean(), given.horizon)  # [coefficient]
-        self._near = torch.zeros(len(self._codes), self.num_words)
-        self._near[:, given.code_ids] = near_codes(given, config.loss.sigma)
+        near = near_codes(given, config.loss.sigma)
+        self._near = torch.zeros(*near.shape[:2], self.num_words)
+        self._near[..., given.code_ids] = near
 
     def number_ids(self) -> Tensor:
         """The tokens of the state's numbers, in order."""
@@ -146,16 +153,13 @@ class FastBatches:
         shown = self._codes[written]
         shown[is_hidden] = self._hidden
         fixed = torch.eye(self.num_words)
-        codes_wanted = self._near[written] * self._weigh(written)[:, None]
+        ends = np.cumsum([len(one) for one in self._prepared.format.codec.begun(written.tolist())])
+        dims = np.array([0, *ends[:-1]]) % len(self._near)
+        parts = np.split(self._counts, ends[:-1])  # a code counts as the mean of its coefficients
+        counts = torch.tensor([part.mean() if len(part) else 1.0 for part in parts]).float()
+        codes_wanted = self._near[dims, written] * counts[:, None]
         wanted = (fixed[list(words.prefix)], codes_wanted, fixed[[words.end]])
         return [*words.prefix, *shown.tolist()], torch.cat(wanted)
-
-    def _weigh(self, written: NDArray[np.int64]) -> Tensor:
-        """How much each code of an answer counts, [code]: the mean of its coefficients."""
-        begun = self._prepared.format.codec.begun(written.tolist())
-        ends = np.cumsum([len(one) for one in begun])
-        parts = np.split(self._counts, ends[:-1])
-        return torch.tensor([part.mean() if len(part) else 1.0 for part in parts]).float()
 
     def _pick(
         self, num_rows: int, generator: np.random.Generator, is_whole: bool
