@@ -225,8 +225,10 @@ def _speedup_behind(results: RowResults, _: str) -> Cell:
         return _EMPTY
     others = {one.key: one for one in plain.records}
     pairs = [(others[one.key], one) for one in own.records if one.key in others]
-    sides = ([[_ms_behind(one) for one in pair[side].answers] for pair in pairs] for side in (0, 1))
-    found = speed_up(*sides)
+    before, behind = (
+        [[_ms_behind(one) for one in pair[side].answers] for pair in pairs] for side in (0, 1)
+    )
+    found = speed_up(before, behind)
     return f"{found.times:.2f}x ({found.interval:.2f})", found.times
 
 
