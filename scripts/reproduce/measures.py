@@ -13,7 +13,7 @@ import numpy as np
 
 from deft_core.measures.answers import AnswerRecord
 from deft_core.measures.speculation import Speculation, speculation_of
-from deft_core.measures.speed import SpeedUp
+from deft_core.measures.speed import SpeedUp, speed_up
 from deft_core.measures.statistics import LEAST_EPISODES, bootstrap_interval
 from deft_core.measures.table import NOTHING, share_text
 from deft_libero.report.difference import PHASES, Comparison, compare, phases_of, points_text
@@ -207,6 +207,29 @@ def _speedup(results: RowResults, _: str) -> Cell:
         return _EMPTY
     text = f"{found.times:.2f}x ({found.interval:.2f}; medians {found.of_medians:.2f}x)"
     return text, found.times
+
+
+def _ms_behind(answer: AnswerRecord) -> float:
+    spent = answer.timings
+    return spent.draft_ms + spent.verify_ms + spent.judge_ms + spent.commit_ms
+
+
+def _mean_behind(results: RowResults, _: str) -> Cell:
+    answers = answers_of(results.timed)
+    return _ratio(sum(map(_ms_behind, answers)), len(answers), ".1f")
+
+
+def _speedup_behind(results: RowResults, _: str) -> Cell:
+    whole, own, plain = results.speedup, results.timed, results.baseline.timed
+    if whole is None or whole.doubts or own is None or plain is None:
+        return _EMPTY
+    others = {one.key: one for one in plain.records}
+    pairs = [(others[one.key], one) for one in own.records if one.key in others]
+    before, behind = (
+        [[_ms_behind(one) for one in pair[side].answers] for pair in pairs] for side in (0, 1)
+    )
+    found = speed_up(before, behind)
+    return f"{found.times:.2f}x ({found.interval:.2f})", found.times
 
 
 def _phase_passes(results: RowResults, name: str) -> Cell:
@@ -444,6 +467,18 @@ MEASURES: Mapping[str, Measure] = MappingProxyType(
             "plain decoding's milliseconds over the row's: ratio of sums over the same frames, "
             "rows in turn, with the interval of drawing episodes anew, and the ratio of medians",
             _speedup,
+            is_time=True,
+        ),
+        "behind-ms": Measure(
+            "ms behind the prefill, mean",
+            "drafting, later passes and choosing what is accepted",
+            _mean_behind,
+            is_time=True,
+        ),
+        "behind": Measure(
+            "times as fast behind the prefill",
+            "the same ratio of these milliseconds alone",
+            _speedup_behind,
             is_time=True,
         ),
         "formula": Measure(

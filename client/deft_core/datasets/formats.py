@@ -80,7 +80,8 @@ def _recorded(parts: Sequence[Path]) -> Iterator[StoredStep]:
 def _demonstrated(path: Path) -> Iterator[StoredStep]:
     shown = load_demonstration(path)
     for index, label in enumerate(shown.labels):
-        observation = Observation(shown.frame(index), shown.header.instruction)
+        instruction, state = shown.header.instruction, shown.state[index]
+        observation = Observation(shown.frame(index), instruction, state=state)
         action = label.astype(np.float64)
         yield StoredStep(observation, action, is_example=shown.header.succeeded)
 

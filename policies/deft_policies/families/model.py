@@ -121,7 +121,9 @@ class Model(ABC):
         return [observation.image, *(observation.cameras[name] for name in names)]
 
     def complete(self, observation: Observation) -> Observation:
-        """Add to a made-up observation what it reads besides a frame and an instruction."""
+        """Add what an observation lacks of all that is read besides a frame and an instruction."""
+        if observation.cameras:
+            return observation
         return replace(observation, cameras=dict.fromkeys(self.camera_names, observation.image))
 
     @abstractmethod

@@ -28,7 +28,8 @@ Numbers: docs/results/block-head/page.md. Beside the EAGLE-style head that ships
 with as many drafts, a block head commits more tokens a pass, exact and within 9 bins, as a chain
 and as a tree, and drafts in about half of the time. Within 9 bins its chain is faster than plain
 decoding on that CPU. No exact row is: drafting and wider passes cost more than the passes that are
-saved. So no default drafts with a block head, and none ships.
+saved. So no default drafts with a block head, and none ships. A head of a small pi0-FAST:
+docs/pi0fast.md.
 """
 
 from deft_policies.decoding.plan import TreeShape, plan

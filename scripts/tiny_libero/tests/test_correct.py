@@ -81,6 +81,20 @@ def test_a_gripper_that_is_written_as_a_number_is_open_or_closed():
     assert all((one[:6] == 0.25).all() for one in signed)
 
 
+def test_a_policy_is_shown_the_robots_state():
+    state = np.arange(8, dtype=np.float32)
+    shown = []
+
+    class Watched(ConstantPolicy):
+        def act(self, requests: Sequence[PolicyRequest]) -> list[PolicyAnswer]:
+            shown.extend(one.observation.state for one in requests)
+            return super().act(requests)
+
+    learner = Learner(Watched(STILL[None]), "lift it", TAKEOVER, np.random.default_rng(0))
+    learner.act(replace(FRAME, state=state), scene_at(0.0), LABEL)
+    np.testing.assert_array_equal(shown, [state])
+
+
 def test_the_expert_leads_for_some_steps_where_nothing_moves():
     assert led([0.0] * 10) == [False] * 3 + [True] * 3 + [False] * 3 + [True]
 

@@ -31,6 +31,7 @@ from deft_policies.checkpoint.config import load_config
 from deft_policies.errors import PolicyError
 from deft_policies.families.loading import load_policy
 from deft_policies.families.options import ModelOptions
+from deft_policies.families.pi0fast.files import is_pi0_fast
 from deft_policies.families.vla0.family import KEY
 from deft_policies.families.vla0.run_folder import find_run_folder
 from deft_policies.memory import SessionMemory
@@ -97,7 +98,7 @@ class Learner:
 
     def _ask(self, frame: Frame) -> bool:
         """Get the next rows; whether the text held actions."""
-        observation = Observation(frame.image, self._instruction)
+        observation = Observation(frame.image, self._instruction, state=frame.state)
         (found,) = self._policy.act([PolicyRequest(observation, self._memory, self._options)])
         self._memory = found.memory
         if found.error is not None:
@@ -118,7 +119,10 @@ class Learner:
 
 
 def sign_gripper(action: NDArray[np.float64]) -> NDArray[np.float64]:
-    """An action as VLA-0 answers it: robosuite's own, but for a gripper between its two values."""
+    """An action as VLA-0 and pi0-FAST answer it here.
+
+    It is robosuite's own, but for a gripper between its two values.
+    """
     converted = np.array(action)
     converted[-1] = CLOSE if action[-1] > 0 else OPEN
     return converted
@@ -145,7 +149,7 @@ class LearnerFactory:
             generator,
             self.is_thinking,
             self.num_executed,
-            sign_gripper if find_run_folder(self.checkpoint) else to_robosuite,
+            sign_gripper if _has_one_key(self.checkpoint) else to_robosuite,
         )
 
 
@@ -214,8 +218,8 @@ def _job(given: argparse.Namespace) -> DemosJob:
 
 
 def _statistics_key(given: argparse.Namespace) -> str:
-    """Which statistics of the checkpoint are used; those of a run of VLA-0 have one name."""
-    if find_run_folder(given.checkpoint):
+    """Which statistics of the checkpoint are used."""
+    if _has_one_key(given.checkpoint):
         return KEY
     key: str = given.statistics_key or given.suite
     statistics = load_config(given.checkpoint).statistics
@@ -223,6 +227,11 @@ def _statistics_key(given: argparse.Namespace) -> str:
         known = ", ".join(statistics)
         raise ConfigError(f"{given.checkpoint} has no statistics {key!r}; it has {known}")
     return key
+
+
+def _has_one_key(checkpoint: Path) -> bool:
+    """Whether it is a run of VLA-0 or a pi0-FAST, whose statistics have no name of their own."""
+    return find_run_folder(checkpoint) is not None or is_pi0_fast(checkpoint)
 
 
 def _record(job: DemosJob, checkpoint: Path) -> None:

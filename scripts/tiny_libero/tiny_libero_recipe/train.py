@@ -34,6 +34,8 @@ from tiny_libero_recipe.episodes import (
     thoughts,
     training_notes,
 )
+from tiny_libero_recipe.fast_fit import FastFitConfig, FastTrainer
+from tiny_libero_recipe.fast_samples import prepare_fast, write_fast
 from tiny_libero_recipe.fit import PolicyFitConfig, PolicyTrainer
 from tiny_libero_recipe.language import TAGS, vocabulary
 from tiny_libero_recipe.model import PolicyModelConfig, PolicyNet, build_config
@@ -155,6 +157,13 @@ class NumberRunConfig:
 
 
 @dataclass(frozen=True)
+class FastRunConfig:
+    """A run of a policy that writes FAST codes."""
+
+    fit: FastFitConfig = field(default_factory=FastFitConfig)
+
+
+@dataclass(frozen=True)
 class PolicyRunConfig:
     """A run: the data set's name and the training itself."""
 
@@ -170,9 +179,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new checkpoint")
     parser.add_argument(
         "--answers",
-        choices=("actions", "numbers"),
+        choices=("actions", "numbers", "fast"),
         default="actions",
-        help="a token of each dimension, as OpenVLA, or numbers in text, as VLA-0 [%(default)s]",
+        help="a token of each dimension, as OpenVLA, numbers in text, as VLA-0, or FAST codes, as "
+        "pi0-FAST [%(default)s]",
     )
     parser.add_argument("--config", type=Path, metavar="TOML")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
@@ -205,6 +215,8 @@ def main(arguments: list[str]) -> int:
         torch.set_num_threads(given.threads)
     if given.answers == "numbers":
         _train_numbers(given)
+    elif given.answers == "fast":
+        _train_fast(given)
     else:
         _train_policy(given)
     return 0
@@ -258,6 +270,26 @@ def _train_numbers(given: argparse.Namespace) -> None:
     sys.stdout.write(
         f"{given.out}: {config.fit.steps} steps\n"
         f"next: deft serve --family vla0 --checkpoint {quote(str(given.out))}\n"
+    )
+
+
+def _train_fast(given: argparse.Namespace) -> None:
+    """Of pi0-FAST's architecture."""
+    config = load_config(FastRunConfig, given.config, given.overrides)
+    episodes = load_demonstrations(given.demos, only_succeeded=given.warm_start is None)
+    prepared = prepare_fast(episodes, config.fit.num_codes, given.tokens_of)
+    trainer = FastTrainer(config.fit, prepared, torch.device(given.device))
+    num_weights = sum(one.numel() for one in trainer.net.network.parameters())
+    sys.stderr.write(
+        f"{len(episodes)} episodes, {len(prepared.samples)} frames\n"
+        f"{len(prepared.format.codec.pieces)} codes, {prepared.mean_codes:.1f} an answer; "
+        f"{num_weights / 1e6:.1f} million weights\n"
+    )
+    net = trainer.run(given.run, given.warm_start, given.tensorboard)
+    write_fast(net, prepared, given.out, _dtype(given))
+    sys.stdout.write(
+        f"{given.out}: {config.fit.steps} steps\n"
+        f"next: deft serve --family pi0fast --checkpoint {quote(str(given.out))}\n"
     )
 
 

@@ -5,8 +5,10 @@ import json
 import numpy as np
 import pytest
 
+from deft_core.datasets.demonstrations import load_demonstration
 from deft_core.datasets.episodes import DatasetError
 from deft_core.datasets.formats import read_dataset
+from tests.demonstrations import write_demonstrations
 
 h5py = pytest.importorskip("h5py", reason="pip install 'deft-client[datasets]'")
 
@@ -98,3 +100,12 @@ def test_actions_that_are_no_numbers_are_named(libero_file):
     episode = broken_file(libero_file, "actions", b"text")
     with pytest.raises(DatasetError, match="demo_2 cannot be read"):
         next(episode.steps())
+
+
+def test_demonstrations_hold_the_robots_state(tmp_path):
+    folder = write_demonstrations(tmp_path / "demos", episodes=1)
+    (path,) = folder.glob("task*/*.npz")
+    shown = load_demonstration(path)
+    (episode,) = read_dataset(folder)
+    found = [step.observation.state for step in episode.steps()]
+    np.testing.assert_array_equal(found, shown.state)

@@ -126,9 +126,11 @@ class Oft(Model):
             )
 
     def complete(self, observation: Observation) -> Observation:
-        """Add the frame again for every wrist, and a state of zeros."""
-        state = None if self.state_dim is None else np.zeros(self.state_dim, np.float32)
-        return replace(super().complete(observation), state=state)
+        """Add the frame again for every wrist, and a state of zeros, where there are none."""
+        completed = super().complete(observation)
+        if self.state_dim is None or observation.state is not None:
+            return completed
+        return replace(completed, state=np.zeros(self.state_dim, np.float32))
 
     def answer(
         self, observations: Sequence[Observation], keys: Sequence[str], clock: StageClock

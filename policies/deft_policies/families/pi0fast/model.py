@@ -201,9 +201,11 @@ class Pi0Fast(TokenModel):
         return [cameras[camera] for camera in files.cameras if camera in cameras]
 
     def complete(self, observation: Observation) -> Observation:
-        """Add the frame again for every camera, and a state of zeros."""
-        state = np.zeros(self.files.state.dim, np.float32)
-        return replace(super().complete(observation), state=state)
+        """Add the frame again for every camera, and a state of zeros, where there are none."""
+        completed = super().complete(observation)
+        if observation.state is not None:
+            return completed
+        return replace(completed, state=np.zeros(self.files.state.dim, np.float32))
 
     def _encode(self, instruction: str) -> list[int]:
         """The prompt of a robot whose state is all zeros: what is said of prompts in general."""

@@ -52,6 +52,17 @@ def test_cameras_go_by_lerobots_names_in_the_order_of_its_configuration() -> Non
     assert seen(Observation(flat(1), "", empty)) == [1, 3]
 
 
+def test_only_what_a_frame_lacks_is_added_to_it() -> None:
+    """A draft head that was trained with a state of zeros had never seen the robot's."""
+    model, state = model_of("meanstd"), np.arange(6, dtype=np.float32)
+    whole = Observation(flat(1), "", {"wrist": flat(2)}, state=state)
+    assert model.complete(whole) is whole
+    added = model.complete(Observation(flat(1), ""))
+    assert added.state is not None
+    assert not added.state.any()
+    assert seen(added) == [1, 1]
+
+
 def test_renamed_cameras_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("meanstd")
     renamed = replace(model.files, renames={"front": "base_0_rgb"})
