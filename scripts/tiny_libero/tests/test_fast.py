@@ -1,6 +1,8 @@
 """A small pi0-FAST is taught here: its codes, its words, and the folder that is served."""
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +29,6 @@ from tiny_libero_recipe.fast_fit import FastFitConfig, FastTrainer, near_codes
 from tiny_libero_recipe.fast_format import HIDDEN, STATISTICS_FILE, read_format
 from tiny_libero_recipe.fast_model import FastModelConfig, FastNet, prefix_mask
 from tiny_libero_recipe.fast_samples import BEHIND, PreparedFast, prepare_fast, write_fast
-from tiny_libero_recipe.train import main
 
 SIZES = FastModelConfig(16, 1, 24, 32, 2, 2, 48)
 CONFIG = FastFitConfig(
@@ -50,6 +51,11 @@ def demos(tmp_path: Path) -> Path:
 @pytest.fixture
 def prepared(demos: Path) -> PreparedFast:
     return prepare_fast(load_demonstrations([demos], only_succeeded=True), 270)
+
+
+@pytest.fixture
+def train(demos: Path, teach: Callable[..., Path]) -> Callable[..., Path]:
+    return partial(teach, demos, answers="fast", sizes=asdict(SIZES))
 
 
 def test_an_answers_codes_are_the_actions_that_were_commanded(prepared: PreparedFast, demos: Path):
@@ -182,9 +188,9 @@ def test_doctor_finds_nothing_odd_in_the_folder(taught: tuple[FastNet, Path]):
 
 
 def test_the_command_says_what_it_learned_and_how_to_serve(
-    demos: Path, capsys: pytest.CaptureFixture[str]
+    demos: Path, train: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ):
-    checkpoint = train(demos, "first")
+    checkpoint = train("first")
     said = capsys.readouterr()
     assert " codes, " in said.err
     assert "million weights" in said.err
@@ -193,27 +199,14 @@ def test_the_command_says_what_it_learned_and_how_to_serve(
     ]
 
 
-def test_another_run_goes_on_with_the_same_codes_and_words(demos: Path):
-    first = train(demos, "first")
+def test_another_run_goes_on_with_the_same_codes_and_words(demos: Path, train: Callable[..., Path]):
+    first = train("first")
     flags = [f"--warm-start={demos.parent / 'first'}", f"--tokens-of={first}"]
-    second = train(demos, "second", *flags, "--set=fit.model.num_layers=3")
+    second = train("second", *flags, "--set=fit.model.num_layers=3")
     kept = ("text-tokenizer/tokenizer.json", "fast-tokenizer/processor_config.json")
     for name in (*kept, STATISTICS_FILE):
         assert (second / name).read_bytes() == (first / name).read_bytes()
     one, other = (read_format(folder) for folder in (first, second))
     assert one.codec.pieces == other.codec.pieces
     with pytest.raises(ConfigError, match="never overwritten"):
-        train(demos, "second")
-
-
-def train(demos: Path, name: str, *flags: str) -> Path:
-    """Train for two steps beside the demonstrations; return the checkpoint."""
-    where = [f"--run={demos.parent / name}", f"--out={demos.parent / f'{name}-checkpoint'}"]
-    sizes = {
-        **{"tower_width": 16, "tower_blocks": 1, "tower_mlp": 24},
-        **{"width": 32, "num_layers": 2, "heads": 2, "mlp": 48},
-    }
-    settings = [f"--set=fit.model.{key}={value}" for key, value in sizes.items()]
-    settings += ["--set=fit.steps=2", "--set=fit.batch_size=4", "--threads=1"]
-    assert main([str(demos), "--answers=fast", *where, *settings, *flags]) == 0
-    return demos.parent / f"{name}-checkpoint"
+        train("second")

@@ -1,6 +1,8 @@
 """A small VLA-0 is taught here: its labels, its text, and the folder that is served."""
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +34,6 @@ from tiny_libero_recipe.numbers import (
     spelling_table,
     to_numbers,
 )
-from tiny_libero_recipe.train import main
 
 SIZES = NumberModelConfig(16, 2, 2, 24, 32, 2, 2, 1, 48)
 CONFIG = NumberFitConfig(model=SIZES, augment=AugmentConfig(0, 0, 0, 0), steps=2, batch_size=4)
@@ -42,6 +43,11 @@ ENDS = (np.array([-1.0, 0.0]), np.array([1.0, 5.0]))
 @pytest.fixture
 def demos(tmp_path: Path) -> Path:
     return write_demonstrations(tmp_path / "demos", episodes=2)
+
+
+@pytest.fixture
+def train(demos: Path, teach: Callable[..., Path]) -> Callable[..., Path]:
+    return partial(teach, demos, answers="numbers", sizes=asdict(SIZES))
 
 
 def test_labels_keep_all_of_0_to_1000():
@@ -147,9 +153,9 @@ def test_what_was_taught_is_served_as_it_was_taught(demos: Path, tmp_path: Path)
 
 
 def test_the_command_says_how_much_repeats_and_how_to_serve(
-    demos: Path, capsys: pytest.CaptureFixture[str]
+    demos: Path, train: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ):
-    checkpoint = train(demos, "first")
+    checkpoint = train("first")
     told = capsys.readouterr()
     assert "so many are the same in the next frame, by dimension: " in told.err
     assert next_command(told.out) == [
@@ -157,25 +163,12 @@ def test_the_command_says_how_much_repeats_and_how_to_serve(
     ]
 
 
-def test_another_run_goes_on_with_the_same_range_and_words(demos: Path):
-    first = train(demos, "first")
+def test_another_run_goes_on_with_the_same_range_and_words(demos: Path, train: Callable[..., Path]):
+    first = train("first")
     flags = [f"--warm-start={demos.parent / 'first'}", f"--tokens-of={first}"]
-    second = train(demos, "second", *flags, "--set=fit.model.num_layers=3")
+    second = train("second", *flags, "--set=fit.model.num_layers=3")
     for name in ("dataset_stats.json", "model_last/tokenizer.json"):
         assert (second / name).read_bytes() == (first / name).read_bytes()
     assert read_run(second).lowest.tolist() == read_run(first).lowest.tolist()
     with pytest.raises(ConfigError, match="never overwritten"):
-        train(demos, "second")
-
-
-def train(demos: Path, name: str, *flags: str) -> Path:
-    """Train for two steps beside the demonstrations; return the checkpoint."""
-    where = [f"--run={demos.parent / name}", f"--out={demos.parent / f'{name}-checkpoint'}"]
-    sizes = {
-        **{"vision_width": 16, "vision_blocks": 2, "vision_heads": 2, "vision_mlp": 24},
-        **{"width": 32, "num_layers": 2, "heads": 2, "kv_heads": 1, "mlp": 48},
-    }
-    settings = [f"--set=fit.model.{key}={value}" for key, value in sizes.items()]
-    settings += ["--set=fit.steps=2", "--set=fit.batch_size=4", "--threads=1"]
-    assert main([str(demos), "--answers=numbers", *where, *settings, *flags]) == 0
-    return demos.parent / f"{name}-checkpoint"
+        train("second")

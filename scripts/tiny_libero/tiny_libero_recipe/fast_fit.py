@@ -21,7 +21,13 @@ from tiny_libero_recipe.fast_model import (
     initialise_fast,
 )
 from tiny_libero_recipe.fast_samples import BEHIND, PreparedFast
-from tiny_libero_recipe.fit import CloneConfig, CloneTrainer, comes_at, position_loss
+from tiny_libero_recipe.fit import (
+    CloneConfig,
+    CloneTrainer,
+    comes_at,
+    position_loss,
+    spelling_loss,
+)
 
 _CELL = 2  # patches of a cell's side, of which a short step's decoder is shown one
 
@@ -206,11 +212,10 @@ class FastTrainer(CloneTrainer[FastNet, FastBatch]):
         hidden = net(pixels, batch.patches, batch.ids, batch.prompt_lengths, steps)
         logits: Tensor = net.network.decoder.head(hidden)
         scores = logits.float().log_softmax(dim=-1)
-        weights = batch.weights[:, None] * batch.targets.sum(dim=-1)
-        misses = -(batch.targets * scores).sum(dim=-1) * batch.weights[:, None]
+        answer = spelling_loss(scores, batch.targets, batch.weights)
         positions = net.position_head(hidden[:, 0])
         return {
-            "answer" if is_long else "answer_in_part": misses.sum() / weights.sum(),
+            "answer" if is_long else "answer_in_part": answer,
             "positions": position_loss(positions, batch.positions, batch.weights),
         }
 

@@ -102,6 +102,16 @@ def position_loss(positions: Tensor, truth: Tensor, sample_weight: Tensor) -> Te
     return (misses.mean(dim=-1) * sample_weight).sum() / sample_weight.sum()
 
 
+def spelling_loss(scores: Tensor, shares: Tensor, sample_weight: Tensor) -> Tensor:
+    """Cross-entropy of log-probabilities [row, step, token] against shares of all tokens.
+
+    A step counts by the sum of its shares, which is zero behind the end of an answer.
+    """
+    counted = shares.sum(dim=-1) * sample_weight[:, None]
+    misses = -(shares * scores).sum(dim=-1) * sample_weight[:, None]
+    return misses.sum() / counted.sum()
+
+
 @dataclass(frozen=True)
 class CloneConfig(FitConfig):
     """A training run that clones demonstrations."""

@@ -17,7 +17,13 @@ from deft_policies.families.vla0.pictures import make_pictures, to_patches
 from deft_policies.families.vla0.prompt import IMAGE_PAD, encode_prompt, mrope_positions
 from deft_policies.families.vla0.run_folder import RunFolder
 from tiny_libero_recipe.data import CloneBatch, PolicySamples
-from tiny_libero_recipe.fit import CloneConfig, CloneTrainer, comes_at, position_loss
+from tiny_libero_recipe.fit import (
+    CloneConfig,
+    CloneTrainer,
+    comes_at,
+    position_loss,
+    spelling_loss,
+)
 from tiny_libero_recipe.model import initialise
 from tiny_libero_recipe.number_model import NumberModelConfig, NumberNet, build_number_config
 from tiny_libero_recipe.number_tokenizer import HIDDEN, token_id
@@ -162,11 +168,10 @@ class NumberTrainer(CloneTrainer[NumberNet, NumberBatch]):
         hidden = net(pixels, grid, batch.ids, batch.prompt_lengths, steps)
         logits: Tensor = net.decoder.head(hidden)
         scores = logits.float().log_softmax(dim=-1)[..., self._answered]
-        weights = batch.weights[:, None] * batch.targets.sum(dim=-1)
-        misses = -(batch.targets * scores).sum(dim=-1) * batch.weights[:, None]
+        answer = spelling_loss(scores, batch.targets, batch.weights)
         positions = net.position_head(hidden[:, 0])
         return {
-            "answer" if is_long else "first_rows": misses.sum() / weights.sum(),
+            "answer" if is_long else "first_rows": answer,
             "positions": position_loss(positions, batch.positions, batch.weights),
         }
 
