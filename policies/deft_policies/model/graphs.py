@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -184,13 +185,19 @@ def _address(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+@cache
+def _stream_of(device: int) -> "torch.cuda.Stream":
+    """One for all captures: whatever multiplies on a stream leaves it a workspace for good."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 def capture_on_cuda(pool: Any, step: Step, inputs: Tensors) -> CapturedStep:
     """Run the step once more on a stream of its own, then capture it as a CUDA graph.
 
     All graphs share the memory of one `pool`, since only one runs at a time. What one graph has
     done with serves the next, so outputs are copied to where no graph computes.
     """
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream = _stream_of(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         outputs = tuple(tensor.clone() for tensor in step(*inputs))

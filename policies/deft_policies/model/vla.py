@@ -6,7 +6,7 @@ The same modules serve inference, where the decoder runs through its cache, and 
 
 import hashlib
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -149,6 +149,12 @@ class OpenVLAModel(VlaNetwork):
         }
 
 
+@cache
+def _stream_aside(device: torch.device, number: int) -> "torch.cuda.Stream":
+    """Always the same ones: whatever multiplies on a stream leaves it a workspace for good."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 def run_side_by_side(parts: Sequence[Callable[[], Tensor]], device: torch.device) -> list[Tensor]:
     """The results of parts that do not need each other; on a GPU they share the device.
 
@@ -158,7 +164,7 @@ def run_side_by_side(parts: Sequence[Callable[[], Tensor]], device: torch.device
         return [part() for part in parts]
     current = torch.cuda.current_stream(device)
     first, *others = parts
-    aside = [torch.cuda.Stream(device) for _ in others]  # type: ignore[no-untyped-call]
+    aside = [_stream_aside(device, number) for number in range(len(others))]
     results = []
     for stream, part in zip(aside, others, strict=True):
         stream.wait_stream(current)
