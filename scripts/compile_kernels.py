@@ -1,4 +1,4 @@
-"""Compile the fused kernels for GPUs that need not be there, as OpenVLA-7B starts them.
+"""Compile the fused kernels for GPUs that need not be there, as OpenVLA-7B and 3Bs start them.
 
 `python -m scripts.compile_kernels [80 90 ...]` prints registers, local memory and shared memory of
 each program, and fails where one takes more than the bounds below allow. Needs Triton (extra
@@ -26,10 +26,11 @@ from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
 from deft_core.measures.table import markdown_table
 from deft_policies.decoding.captured import WIDTHS
-from deft_policies.families.openvla import VlaTarget
+from deft_policies.decoding.target import Target
 from deft_policies.model.formats import Quantization
 from deft_policies.model.graphs import Reserve, StepRunner
 from deft_policies.model.kernels.launch import (
+    OF_TOWERS,
     TILES,
     WEIGHT_FIRST,
     Arguments,
@@ -37,10 +38,13 @@ from deft_policies.model.kernels.launch import (
     FusedKernels,
     Grid,
 )
-from deft_policies.model.llama import Layer
+from deft_policies.model.llama import Layer, LlamaDecoder
 from deft_policies.model.quantization import quantize_linears
 from deft_policies.model.random_weights import openvla_7b
-from deft_policies.model.vla import OpenVLAModel
+from deft_policies.model.sizes import TokenRange
+from deft_policies.model.vla import OpenVLAModel, allocate
+from scripts.bench.gpu.pi0fast import paligemma
+from scripts.bench.gpu.vla0 import qwen
 
 # A100; RTX 30; RTX 40; H100, H200; B200; RTX 50.
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
@@ -53,7 +57,8 @@ MOST_SHARED_BYTES = 99 * 1024  # of a program: what the small GPUs have
 EXCEPTIONS = {
     # Only sm_80 and sm_90 have matrix instructions in float64; elsewhere the sums of attention are
     # made one by one.
-    "attend": ((86, 89, 100, 120), 255, 160),
+    "attend": ((86, 89, 100, 120), 255, 168),
+    "attend 256": ((86, 89, 100, 120), 255, 424),
     # Weights in four bits are read into registers.
     "product 64x64x128 IS_WHOLE WEIGHT_FIRST 4 bits": ((80, 86, 89, 120), 255, 16),
     "product 64x64x128 HAS_RESIDUAL IS_WHOLE WEIGHT_FIRST 4 bits": ((80, 86, 89, 120), 255, 16),
@@ -83,14 +88,15 @@ class Started:
         if name.startswith("product"):
             flags = [
                 one
-                for one in ("HAS_BIAS", "HAS_RESIDUAL", "IS_WHOLE", "WEIGHT_FIRST")
+                for one in ("HAS_BIAS", "HAS_RESIDUAL", "HAS_GELU", "IS_WHOLE", "WEIGHT_FIRST")
                 if left.get(one)
             ]
             flags = flags if left["BITS"] == 16 else [*flags, f"{left['BITS']} bits"]
             return f"{name} {left['ROWS']}x{left['COLUMNS']}x{left['INNER']} {' '.join(flags)}"
         if name == "attend":
             whose = "a prompt's" if left["IS_PREFILL"] else "nodes'"
-            return f"attend {whose} {left['NUM_SPLITS']} splits {left['WORDS']} words"
+            size = self.constants["HEAD_DIM"]
+            return f"attend {size}, {whose} {left['NUM_SPLITS']} splits {left['WORDS']} words"
         return " ".join((name, *(f"{one}={value}" for one, value in left.items())))
 
 
@@ -148,9 +154,11 @@ def started_programs(architecture: int) -> list[Started]:
     config = openvla_7b()
     few = replace(config.llm, num_layers=1), tuple(replace(one, depth=2) for one in config.towers)
     model = OpenVLAModel.empty(replace(config, llm=few[0], towers=few[1]), _CPU, _FORMAT)
-    model.requires_grad_(False).fuse(FusedKernels(note))
+    model.requires_grad_(False)
     size = config.image.size
-    model.see(torch.zeros(1, 3 * len(config.towers), size, size, dtype=_FORMAT))
+    for of_towers in (None, OF_TOWERS):
+        model.fuse(FusedKernels(note, of_towers=of_towers))
+        model.see(torch.zeros(1, 3 * len(config.towers), size, size, dtype=_FORMAT))
     formats = [Quantization.NONE, Quantization.INT4, Quantization.FP8]
     for quantization in formats if architecture >= FIRST_WITH_FP8 else formats[:2]:
         layer = Layer(model.config.llm).to(_FORMAT).requires_grad_(False)
@@ -158,14 +166,21 @@ def started_programs(architecture: int) -> list[Started]:
         model.decoder.layers[0] = layer
         for tiles in (TILES, WEIGHT_FIRST) if quantization is not Quantization.INT4 else (TILES,):
             model.fuse(FusedKernels(note, tiles, widens=architecture in WIDENING))
-            _start_passes(model)
+            _start_passes(model.decoder)
+    for sizes in (paligemma("7b")[0].llm, qwen("7b").llm):  # of pi0-FAST; of VLA-0 and QwenFAST
+        with torch.device("meta"):
+            decoder = LlamaDecoder(replace(sizes, num_layers=1)).to(_FORMAT)
+        allocate(decoder, _CPU)
+        decoder.requires_grad_(False).kernels = FusedKernels(note)
+        _start_passes(decoder)
     return found
 
 
-def _start_passes(model: OpenVLAModel) -> None:
+def _start_passes(decoder: LlamaDecoder) -> None:
     """All that a server captures."""
     reserve = Reserve(shortest=_PROMPT, longest=_PROMPT)
-    target = VlaTarget(model, runner=StepRunner(reserve=reserve))
+    tokens = TokenRange(0, decoder.sizes.vocabulary - 1)
+    target = Target(decoder, tokens, runner=StepRunner(reserve=reserve))
     passes = target.set_aside(target.new_cache(), WIDTHS[-1], num_tokens=8)
     assert passes is not None
     for keeps_hidden in (False, True):

@@ -152,9 +152,12 @@ def load_network(
     return network, encode
 
 
-def fuse_kernels(network: VlaNetwork, options: ModelOptions, device: torch.device) -> None:
+def fuse_kernels(
+    network: VlaNetwork, options: ModelOptions, device: torch.device, by_default: bool = True
+) -> None:
     """Have a GPU run fused kernels; they need Triton, which PyTorch for CUDA brings along."""
-    if device.type != "cuda" or not options.fuses_kernels:
+    is_wanted = by_default if options.fuses_kernels is None else options.fuses_kernels
+    if device.type != "cuda" or not is_wanted:
         return
     try:
         # Imported here: only GPUs need it, and it takes seconds.

@@ -1,6 +1,6 @@
 """The options and flags of every model family. Imports nothing heavy: it also runs for `--help`."""
 
-from argparse import ArgumentTypeError, Namespace, _ArgumentGroup
+from argparse import ArgumentTypeError, BooleanOptionalAction, Namespace, _ArgumentGroup
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -103,8 +103,11 @@ class ModelOptions:
     )
     seed: int = _flag("--seed", 0, type=int, help="of drawing, and of random weights")
     has_graphs: bool = _flag("--no-graphs", True, help="on a GPU: run passes eagerly")
-    fuses_kernels: bool = _flag(
-        "--no-fused-kernels", True, help="on a GPU: PyTorch's own kernels alone"
+    fuses_kernels: bool | None = _flag(
+        "--fused-kernels",
+        action=BooleanOptionalAction,
+        help="on a GPU: multiply and attend by Deft's own kernels; default: yes, of pi0fast no, "
+        "because its shapes have not run on a GPU yet",
     )
     largest_batch: int = _count(
         "--largest-batch",

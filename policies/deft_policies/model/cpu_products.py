@@ -79,10 +79,9 @@ class PackableLinear(nn.Linear):
             return self._packed.product(inputs)
         if self.kernels is not None and self.kernels.multiplies(self.weight):
             matrix = Matrix(self.weight, self.bias)
-            rows = self.kernels.product(inputs.flatten(0, -2), matrix)
-            outputs = rows.view(*inputs.shape[:-1], -1)
-        else:
-            outputs = super().forward(inputs)
+            rows = self.kernels.look(inputs.flatten(0, -2), matrix, self.has_gelu)
+            return rows.view(*inputs.shape[:-1], -1)
+        outputs = super().forward(inputs)
         return functional.gelu(outputs) if self.has_gelu else outputs
 
 

@@ -156,9 +156,9 @@ class CachedPasses:
         return normed
 
     def _opened(self, gate_up: Tensor) -> Tensor:
-        """gate(gate) * up; fused kernels know SiLU alone."""
-        if self._kernels is not None and self._sizes.gate == "silu":
-            return self._kernels.silu_times(gate_up)
+        """gate(gate) * up."""
+        if self._kernels is not None:
+            return self._kernels.gate_times_up(gate_up, self._sizes.gate)
         gate, up = gate_up.chunk(2, dim=1)
         return GATES[self._sizes.gate](gate).mul_(up)
 

@@ -15,12 +15,12 @@ from torch.nn import functional
 
 from deft_policies.errors import CheckpointError
 from deft_policies.model.kv_cache import CacheWindow
-from deft_policies.model.sizes import LlamaSizes
+from deft_policies.model.sizes import Gate, LlamaSizes
 
 if TYPE_CHECKING:
     from deft_policies.model.kernels.launch import FusedKernels
 
-GATES: Mapping[str, Callable[[Tensor], Tensor]] = {
+GATES: Mapping[Gate, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
 }
@@ -227,7 +227,7 @@ class LlamaAttention(nn.Module):
 class GatedMLP(nn.Module):
     """SwiGLU, or its like of another gate, with gate and up in one matrix."""
 
-    def __init__(self, width: int, mlp_width: int, gate: str = "silu") -> None:
+    def __init__(self, width: int, mlp_width: int, gate: Gate = "silu") -> None:
         super().__init__()
         self.gate = GATES[gate]
         self.gate_up = nn.Linear(width, 2 * mlp_width, bias=False)

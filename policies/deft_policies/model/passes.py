@@ -87,7 +87,7 @@ class LlamaPasses:
         self._norm = norm_of(decoder.norm, kernels)
         # Layers, counted from 1, behind which hidden states are kept for who reads several.
         self.read_layers: tuple[int, ...] = ()
-        self._fused = _fused_layers(self._layers) if decoder.sizes.gate == "silu" else None
+        self._fused = _fused_layers(self._layers)
         is_invariant = packs and can_be_batch_invariant(decoder.embedding.weight)
         self.head = product_of(decoder.head, kernels, packs=is_invariant)
         self._head_is_fused = isinstance(self.head, FusedProduct)
@@ -153,7 +153,8 @@ class LlamaPasses:
             if index == final and last is not None:
                 attention, hidden = last, last.keep(hidden)
             kernels.product(attention.attend(index, queries), layer.out, residual=hidden)
-            opened = kernels.open(layer.mlp_norm.apply(hidden, None), layer.gate_up)
+            normed = layer.mlp_norm.apply(hidden, None)
+            opened = kernels.open(normed, layer.gate_up, self._sizes.gate)
             kernels.product(opened, layer.down, residual=hidden)
         return self._norm.apply(hidden, None)
 
@@ -195,9 +196,9 @@ class LlamaPasses:
         )
 
     def _open(self, gate_up: Tensor) -> Tensor:
-        """gate(gate) * up; fused kernels know SiLU alone."""
-        if self._kernels is not None and self._sizes.gate == "silu":
-            return self._kernels.silu_times(gate_up)
+        """gate(gate) * up."""
+        if self._kernels is not None:
+            return self._kernels.gate_times_up(gate_up, self._sizes.gate)
         gate, up = gate_up.chunk(2, dim=1)
         return GATES[self._sizes.gate](gate).mul_(up)
 

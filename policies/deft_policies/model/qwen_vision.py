@@ -82,7 +82,7 @@ class QwenVision(nn.Module):
         # Its windows do not overlap: one matrix product.
         project = self.patch_embed.get_parameter("proj.weight").flatten(1)
         if self.kernels is not None and self.kernels.multiplies(project):
-            hidden = self.kernels.product(patches.flatten(0, 1), Matrix(project))
+            hidden = self.kernels.look(patches.flatten(0, 1), Matrix(project))
             hidden = hidden.view(*patches.shape[:2], -1)
         else:
             hidden = functional.linear(patches, project)

@@ -13,6 +13,8 @@ from torch import Tensor
 from deft_policies.model.prompt import PromptTemplate
 from deft_policies.model.statistics import ActionStatistics
 
+Gate = Literal["silu", "gelu_tanh"]
+
 DEFAULT_NUM_BINS = 256
 LAYER_NORM_EPS = 1e-6
 
@@ -32,7 +34,7 @@ class LlamaSizes:
     rope_theta: float = 10000.0
     max_positions: int = 2048
     has_qkv_bias: bool = False  # of queries, keys and values, as in Qwen2
-    gate: Literal["silu", "gelu_tanh"] = "silu"  # what opens the MLP
+    gate: Gate = "silu"  # what opens the MLP
 
 
 @dataclass(frozen=True)

@@ -126,12 +126,8 @@ class OpenVLAModel(VlaNetwork):
     def fuse(self, kernels: "FusedKernels") -> None:
         """Those of towers and projector, too."""
         super().fuse(kernels)
-        for tower in self.towers:
-            assert isinstance(tower, VisionTransformer)
-            tower.kernels = kernels
-        for module in (*self.towers.modules(), *self.projector.modules()):
-            if isinstance(module, PackableLinear):
-                module.kernels = kernels
+        for part in (*self.towers, self.projector):
+            fuse_vision(part, kernels)
 
     def pack_vision(self) -> None:
         """Copy what looks at frames in bfloat16 into a layout that a CPU multiplies faster."""
@@ -147,6 +143,13 @@ class OpenVLAModel(VlaNetwork):
             for place in tensor_places(self.config)
             if place.parameter is not None
         }
+
+
+def fuse_vision(part: nn.Module, kernels: "FusedKernels") -> None:
+    """Have what looks at frames run with these from now on."""
+    for module in part.modules():
+        if isinstance(module, VisionTransformer | PackableLinear):
+            module.kernels = kernels
 
 
 @cache
@@ -303,5 +306,5 @@ class VisionTransformer(nn.Module):
         weight, bias = self.patch.weight.flatten(1), self.patch.bias
         if self.kernels is None or not self.kernels.multiplies(weight):
             return functional.linear(flat, weight, bias) + self.position
-        rows = self.kernels.product(flat.flatten(0, 1), Matrix(weight, bias))
+        rows = self.kernels.look(flat.flatten(0, 1), Matrix(weight, bias))
         return rows.view(len(flat), -1, self.sizes.width) + self.position

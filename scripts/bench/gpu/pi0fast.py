@@ -1,8 +1,10 @@
-"""pi0-FAST's shapes: PaliGemma-3B with random weights, as it is served (without fused kernels)."""
+"""pi0-FAST's shapes: PaliGemma-3B with random weights, as it is served and with fused kernels."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from deft_policies.decoding.captured import Shape
 from deft_policies.decoding.target import Target
@@ -45,20 +47,27 @@ def pi0fast(setting: Setting) -> Iterator[Row]:
         else:
             parameter.detach().normal_(std=parameter.shape[-1] ** -0.5)
     network.requires_grad_(False).eval()
-    runner = MeasuredRunner(setting, Reserve(1, length, length))
-    target = Target(network.decoder, TokenRange(0, config.llm.vocabulary - 1), runner=runner)
-    run = passes_by_shape(target, WIDTHS[-1], _ROOM, length)
-    for shape in (Shape(1, 1, length), *(Shape(1, width) for width in WIDTHS)):
-        run(shape)
-        yield {"what": name_of(shape), "ms": _replayed(setting, runner)}
-    yield {"what": "products", "bits": target.describe_equality()}
+    fused = setting.network.decoder.kernels
+    for kernels in (None, fused) if fused is not None else (None,):
+        if kernels is not None:
+            network.fuse(kernels)
+        way = "as it is served" if kernels is None else "with fused kernels"
+        runner = MeasuredRunner(setting, Reserve(1, length, length))
+        target = Target(network.decoder, TokenRange(0, config.llm.vocabulary - 1), runner=runner)
+        run = passes_by_shape(target, WIDTHS[-1], _ROOM, length)
+        for shape in (Shape(1, 1, length), *(Shape(1, width) for width in WIDTHS)):
+            run(shape)
+            yield _row(setting, name_of(shape), way, runner)
+        yield {"what": "products", "way": way, "bits": target.describe_equality()}
+        pixels = setting.random(_PICTURES, 3, SIDE, SIDE)
+        runner.run("tower", partial(_see, network), (pixels,))
+        yield _row(setting, f"tower, {_PICTURES} pictures", way, runner)
 
-    def see(pixels: torch.Tensor) -> Tensors:
-        return (network.see(pixels),)
 
-    runner.run("tower", see, (setting.random(_PICTURES, 3, SIDE, SIDE),))
-    yield {"what": f"tower, {_PICTURES} pictures", "ms": _replayed(setting, runner)}
+def _see(network: PaliGemma, pixels: Tensor) -> Tensors:
+    return (network.see(pixels),)
 
 
-def _replayed(setting: Setting, runner: MeasuredRunner) -> float:
-    return setting.median_ms(runner.captures[-1].step.replay)
+def _row(setting: Setting, what: str, way: str, runner: MeasuredRunner) -> Row:
+    step = runner.captures[-1].step
+    return {"what": what, "way": way, "ms": setting.median_ms(step.replay)}

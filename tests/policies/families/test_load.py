@@ -23,6 +23,7 @@ from deft_policies.families.policy import VlaPolicy
 from deft_policies.model.draft_heads import MedusaHeads
 from deft_policies.model.formats import Precision, Quantization
 from tests import golden
+from tests.tiny_openvla import tiny_model
 
 OPTIONS = ModelOptions(
     checkpoint=str(golden.TINY_OPENVLA),
@@ -103,6 +104,22 @@ def test_every_flag_reaches_the_options() -> None:
         num_threads=2,
     )
     assert parse() == ModelOptions()
+
+
+@pytest.mark.parametrize(
+    ("asked", "by_default", "is_fused"),
+    [((), True, True), ((), False, False), ("--fused-kernels", False, True)]
+    + [("--no-fused-kernels", True, False)],
+)
+def test_a_family_runs_fused_kernels_unless_a_flag_says_otherwise(
+    asked: str | tuple[()], by_default: bool, is_fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = pytest.importorskip("deft_policies.model.kernels.launch", reason="needs Triton")
+    monkeypatch.setattr(launch, "add_whole_sums", lambda: None)
+    monkeypatch.setattr(launch, "kernels_for", lambda _: launch.FusedKernels())
+    options, model = parse(*((asked,) if asked else ())), tiny_model()
+    family.fuse_kernels(model, options, torch.device("cuda"), by_default)
+    assert (model.decoder.kernels is not None) == is_fused
 
 
 @pytest.mark.parametrize("arguments", [("--radius", "-1"), ("--threads", "0"), ("--radius", "x")])

@@ -75,7 +75,7 @@ def test_fused_passes_score_what_plain_ones_do() -> None:
     for found, expected in zip(answers(fixed_shapes(model), 6), plain, strict=True):
         torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
         assert torch.equal(found.argmax(dim=-1), expected.argmax(dim=-1))
-    assert set(launch.launched) == {*("rms_norm", "silu_times", "rotate_append", "attend")}
+    assert set(launch.launched) == {*("rms_norm", "gate_times_up", "rotate_append", "attend")}
 
 
 def test_products_are_fused_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:

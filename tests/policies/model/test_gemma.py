@@ -10,9 +10,12 @@ from torch.nn import functional
 
 from deft_policies.decoding.target import PassRow, Prompt, Target
 from deft_policies.decoding.tree import DraftTree
+from deft_policies.model import cpu_products
 from deft_policies.model.gemma import ScaledEmbedding, SiglipTower
+from deft_policies.model.graphs import Reserve, StepRunner
 from deft_policies.model.llama import LlamaDecoder
 from deft_policies.model.sizes import LlamaSizes, TokenRange, TowerConfig
+from deft_policies.model.vla import fuse_vision
 
 SIZES = LlamaSizes(
     vocabulary=40,
@@ -28,11 +31,11 @@ SIZES = LlamaSizes(
 TOWER = TowerConfig(False, "", width=32, depth=3, heads=4, mlp=48, image_size=28, patch_size=14)
 
 
-def drawn(module: torch.nn.Module, seed: int = 0) -> None:
+def drawn(module: torch.nn.Module, seed: int = 0, std: float = 0.4) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.normal_(std=0.4, generator=generator)
+            parameter.normal_(std=std, generator=generator)
     module.requires_grad_(False).eval()
 
 
@@ -73,6 +76,65 @@ def test_the_tower_uses_every_block_and_its_last_norm() -> None:
     drawn(tower)
     pixels = torch.randn(2, 3, 28, 28, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(tower(pixels), spelled_out(tower, pixels), rtol=1e-4, atol=1e-4)
+
+
+FORMATS = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+
+
+def tolerance(dtype: torch.dtype) -> dict[str, float]:
+    return dict.fromkeys(("rtol", "atol"), 2e-4 if dtype is torch.float32 else 3e-2)
+
+
+@FORMATS
+def test_fused_passes_open_by_gelu_behind_a_prompt_that_sees_itself(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter cannot multiply bfloat16; float16 takes the same way."""
+    pytest.importorskip("triton", reason="fused kernels need Triton")
+    from tests.triton_twins import Counted
+
+    monkeypatch.setattr(cpu_products, "_AMONG", (8,))  # rows that loading asks about
+    monkeypatch.setattr(cpu_products, "_ALONE", (0, 5))
+    decoder, counted = LlamaDecoder(SIZES), Counted()
+    drawn(decoder, std=0.2)
+    expected = prefill_and_pass(decoder.to(dtype))
+    decoder.kernels = counted.kernels
+    for found, plain in zip(prefill_and_pass(decoder), expected, strict=True):
+        torch.testing.assert_close(found, plain, **tolerance(dtype))
+    opened = {torch.float32: "gate_times_up", torch.float16: "product_opened"}[dtype]
+    assert {"attend", opened} <= set(counted.launched)
+
+
+def prefill_and_pass(decoder: LlamaDecoder) -> list[Tensor]:
+    """Scores of guesses in a prefill and of a pass behind it, in the shapes of captured ones."""
+    reserve = Reserve(rows=1, shortest=16, longest=16)
+    target = Target(decoder, TokenRange(0, 39), runner=StepRunner(reserve=reserve))
+    cache, generator = target.new_cache(), torch.Generator().manual_seed(2)
+    target.set_aside(cache, widest=8, num_tokens=8)
+    embeds = torch.randn(11, SIZES.width, generator=generator).to(decoder.head.weight.dtype)
+    prompt = Prompt(embeds, 3, two_way=11)
+    found = []
+    for root, tokens, its_prompt in ((10, [3, 7, 1], prompt), (13, [5, 9], None)):
+        row = PassRow(0, root, DraftTree.of_committed(tokens), 0, prompt=its_prompt)
+        scores = target.forward(cache, [row])
+        found.append(scores.logits[scores.nodes(0, row.tree)].clone())
+    return found
+
+
+@FORMATS
+def test_fused_kernels_see_what_the_tower_does(dtype: torch.dtype) -> None:
+    pytest.importorskip("triton", reason="fused kernels need Triton")
+    from tests.triton_twins import Counted
+
+    tower, counted = SiglipTower(TOWER), Counted()
+    drawn(tower, std=0.2)
+    pixels = torch.randn(2, 3, 28, 28, generator=torch.Generator().manual_seed(1)).to(dtype)
+    expected = tower.to(dtype)(pixels)
+    fuse_vision(tower, counted.kernels)
+    torch.testing.assert_close(tower(pixels), expected, **tolerance(dtype))
+    assert counted.launched.count("add_layer_norm") == 2 * TOWER.depth
+    products = 1 + 4 * TOWER.depth
+    assert counted.launched.count("product") == products * (dtype is torch.float16)
 
 
 def spelled_out(tower: SiglipTower, pixels: Tensor) -> Tensor:

@@ -12,9 +12,9 @@ pytest.importorskip("triton", reason="fused kernels need Triton")
 
 from deft_policies.model.kernels import launch
 from deft_policies.model.kernels.launch import NARROW, TILES, WEIGHT_FIRST, Tiles
-from deft_policies.model.llama import RMSNorm, rotate_
+from deft_policies.model.llama import GATES, RMSNorm, rotate_
 from deft_policies.model.quantization import Fp8Linear, Int4Linear, Matrix, NarrowLinear
-from deft_policies.model.sizes import LlamaSizes
+from deft_policies.model.sizes import Gate, LlamaSizes
 from tests.draws import IS_NIGHT, pairwise
 from tests.triton_twins import Counted
 
@@ -67,10 +67,20 @@ def test_adding_a_branch_and_normalising_the_sum(dtype: torch.dtype, is_scaled: 
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
-def test_the_fused_gate_times_up_equals_the_plain_product(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("gate", GATES)
+def test_the_fused_gate_times_up_equals_the_plain_product(dtype: torch.dtype, gate: Gate) -> None:
     gate_up = random(3, 2 * 48, dtype=dtype)
-    gate, up = gate_up.chunk(2, dim=1)
-    assert_alike(Counted().kernels.silu_times(gate_up), functional.silu(gate) * up)
+    opening, up = gate_up.chunk(2, dim=1)
+    found = Counted().kernels.gate_times_up(gate_up, gate)
+    assert_alike(found, GATES[gate](opening) * up)
+
+
+@pytest.mark.filterwarnings("ignore:overflow")  # a sigmoid's, whose inverse is 0
+@pytest.mark.parametrize("gate", GATES)
+def test_gates_of_numbers_far_from_zero_are_finite(gate: Gate) -> None:
+    opening = torch.tensor([[-1e4, -30.0, -0.0, 0.0, 30.0, 1e4]])
+    found = Counted().kernels.gate_times_up(torch.cat((opening, torch.ones(1, 6)), 1), gate)
+    assert_alike(found, GATES[gate](opening))
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -264,17 +274,37 @@ def test_a_product_with_a_bias_or_what_is_there_already(
     assert_alike(residual, expected)
 
 
-@pytest.mark.parametrize("num_rows", [1, 5, NARROW + 1])
-@pytest.mark.parametrize("num_in", [64, 136])
-def test_gate_and_up_are_multiplied_and_opened_in_one_launch(num_rows: int, num_in: int) -> None:
+@pytest.mark.parametrize("dtype", PRODUCT_FORMATS)
+@pytest.mark.parametrize(("num_rows", "num_in"), [(5, 64), (70, 136)])
+def test_a_product_of_a_tower_may_have_gelu_in_it(
+    dtype: torch.dtype, num_rows: int, num_in: int
+) -> None:
+    """Rounded before it, as where two launches compute both."""
+    counted = Counted()
+    kernels = replace(counted.kernels, of_towers=launch.OF_TOWERS)
+    rows = eighths(num_rows, num_in, dtype=dtype)
+    weight, bias = eighths(72, num_in, dtype=dtype, seed=1) / 8, eighths(72, dtype=dtype, seed=2)
+    plain = counted.kernels.look(rows, Matrix(weight, bias))
+    assert torch.equal(kernels.look(rows, Matrix(weight, bias)), plain)
+    counted.launched.clear()
+    assert_alike(kernels.look(rows, Matrix(weight, bias), has_gelu=True), functional.gelu(plain))
+    assert counted.launched == ["product"]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_in", "gate"), pairwise([1, 5, NARROW + 1], [64, 136], [*GATES])
+)
+def test_gate_and_up_are_multiplied_and_opened_in_one_launch(
+    num_rows: int, num_in: int, gate: Gate
+) -> None:
     """With few rows; bit for bit what two launches find."""
     counted, dtype = Counted(), torch.float16
     kernels = counted.kernels
     rows = eighths(num_rows, num_in, dtype=dtype)
     matrix = Matrix(eighths(2 * 72, num_in, dtype=dtype, seed=1) / 8)
-    expected = kernels.silu_times(kernels.product(rows, matrix))
+    expected = kernels.gate_times_up(kernels.product(rows, matrix), gate)
     counted.launched.clear()
-    assert torch.equal(kernels.open(rows, matrix), expected)
+    assert torch.equal(kernels.open(rows, matrix, gate), expected)
     assert len(counted.launched) == (1 if num_rows <= NARROW else 2)
 
 
@@ -321,7 +351,7 @@ def test_the_weight_may_be_the_first_operand(num_rows: int, num_in: int) -> None
         (
             one.product(rows, matrix),
             one.product(rows, Matrix(weight), residual=residual),
-            one.open(rows, Matrix(weight)),
+            one.open(rows, Matrix(weight), "silu"),
             one.project(rows, matrix, (rotation[0], rotation[1]), cache, slots, heads)[:, :96],
             cache,
         )
@@ -366,7 +396,7 @@ def test_a_weight_in_few_bits_multiplies_as_the_same_numbers_in_16_bits(
     # With the same tiles: the interpreter's library adds some shapes in another order.
     others = replace(kernels, tiles=WEIGHT_FIRST if kind is Int4Linear else tiles)
     assert torch.equal(kernels.product(rows, narrow.matrix), others.product(rows, wide))
-    assert torch.equal(kernels.open(rows, narrow.matrix), others.open(rows, wide))
+    assert torch.equal(kernels.open(rows, narrow.matrix, "silu"), others.open(rows, wide, "silu"))
 
 
 def test_who_multiplies_is_said_of_every_shape_that_was_asked_about() -> None:

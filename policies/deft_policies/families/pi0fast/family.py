@@ -21,6 +21,7 @@ from deft_policies.families.family import (
     choose_device,
     choose_precision,
     choose_runner,
+    fuse_kernels,
 )
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.pi0fast.files import is_pi0_fast, read_files
@@ -178,6 +179,7 @@ class Pi0FastFamily(Family):
         places = find_places(self.config)
         fill_network(network, places, self._stored, kept, device, options.quantization)
         network.share_rows()
+        fuse_kernels(network, options, device, by_default=False)
         runner = runner or choose_runner(options, device, self.reserve)
         return Pi0Fast(
             network,

@@ -15,7 +15,7 @@ from deft_policies.checkpoint.open import (
 )
 from deft_policies.decoding.captured import Layout, shapes_of
 from deft_policies.errors import CheckpointError
-from deft_policies.families.family import Family, choose_runner
+from deft_policies.families.family import Family, choose_runner, fuse_kernels
 from deft_policies.families.options import ModelOptions
 from deft_policies.families.qwenfast.model import WIDEST, QwenFast, encode_prompt
 from deft_policies.families.qwenfast.network import (
@@ -129,6 +129,7 @@ class FastFamily(Family):
         places = find_places(self.config)
         fill_network(network, places, self._stored, None, device, options.quantization)
         network.tie()
+        fuse_kernels(network, options, device)
         runner = runner or choose_runner(options, device, self.reserve)
         return QwenFast(
             self.name, network, self.files, runner, self.longest_answer, options.grammar == "on"

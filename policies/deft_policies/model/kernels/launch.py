@@ -12,11 +12,12 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch.nn import functional
 
 from deft_policies.model.fused_attention import CHUNK, NUM_HEADER
 from deft_policies.model.kernels import programs
 from deft_policies.model.quantization import GROUP, Matrix
-from deft_policies.model.sizes import LlamaSizes
+from deft_policies.model.sizes import Gate, LlamaSizes
 
 _TAIL = 16  # positions behind the border that a program adds together
 _QUERIES = 16  # of a program: the fewest that are a matrix product
@@ -55,6 +56,8 @@ WEIGHT_FIRST = (
     Tiles(64, 64, 128, num_warps=4, num_stages=3, weight_first=True),
     TILES[2],
 )
+# For the towers' products, which have few columns: enough programs for a GPU. No GPU has run these.
+OF_TOWERS = Tiles(64, 64, 64, num_warps=4, num_stages=4)
 # For weights in four bits. Of those a program reads two groups at a time.
 _OF_GROUPS = (WEIGHT_FIRST[0], replace(WEIGHT_FIRST[1], num_stages=2))
 NARROW = TILES[0].rows  # rows that are multiplied by our own product alone
@@ -110,6 +113,8 @@ class FusedKernels:
     # Whether a weight in few bits is made wide for many rows. Where all matrix instructions read
     # registers, those of few bits are added in another order than wide ones.
     widens: bool = True
+    # What looks at frames is multiplied by our own product, cut like this; None: as the decoder.
+    of_towers: Tiles | None = None
     # Whether PyTorch's product of such shapes has the bits of ours.
     _equals_ours: dict[_Asked, bool] = field(default_factory=dict)
 
@@ -134,12 +139,13 @@ class FusedKernels:
         self.launch(programs.add_layer_norm, (residual.numel() // width,), arguments, constants)
         return total, out
 
-    def silu_times(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up of [token, 2 * width]."""
+    def gate_times_up(self, gate_up: Tensor, gate: Gate) -> Tensor:
+        """gate(gate) * up of [token, 2 * width]."""
         tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(tokens, width)
         grid = (tokens, triton.cdiv(width, _COLUMNS))
-        self.launch(programs.silu_times, grid, (gate_up, out, width), {"BLOCK": _COLUMNS})
+        constants = {"IS_GELU": gate == "gelu_tanh", "BLOCK": _COLUMNS}
+        self.launch(programs.gate_times_up, grid, (gate_up, out, width), constants)
         return out
 
     def rotate_append(
@@ -180,6 +186,14 @@ class FusedKernels:
         if self._agrees(matrix, out, residual):
             return _multiply_by_pytorch(rows, matrix, out, residual)
         return self._multiply(rows.contiguous(), matrix, out, residual)
+
+    def look(self, rows: Tensor, matrix: Matrix, has_gelu: bool = False) -> Tensor:
+        """`product` of what looks at frames, perhaps with GELU behind it."""
+        if self.of_towers is None:
+            found = self.product(rows, matrix)
+            return functional.gelu(found) if has_gelu else found
+        out = rows.new_empty(len(rows), len(matrix.weight))
+        return self._multiply(rows.contiguous(), matrix, out, None, self.of_towers, has_gelu)
 
     def _widened(self, matrix: Matrix, like: Tensor) -> Tensor:
         """A weight in few bits in the format of `like`, which holds it exactly."""
@@ -225,16 +239,23 @@ class FusedKernels:
         return told + (f"; ours: {', '.join(dict.fromkeys(ours))}" if ours else "")
 
     def _multiply(
-        self, rows: Tensor, matrix: Matrix, out: Tensor, residual: Tensor | None
+        self,
+        rows: Tensor,
+        matrix: Matrix,
+        out: Tensor,
+        residual: Tensor | None,
+        tiles: Tiles | None = None,
+        has_gelu: bool = False,
     ) -> Tensor:
         (num_rows, num_in), num_out = rows.shape, len(matrix.weight)
-        tiles = self._tiles_for(num_rows, matrix)
+        tiles = tiles or self._tiles_for(num_rows, matrix)
         grid = (triton.cdiv(num_rows, tiles.rows), triton.cdiv(num_out, tiles.columns))
         arguments = (rows, matrix.weight, *_given(matrix), out, out, num_rows, num_in, num_out)
         constants = {
             **_cut(tiles, matrix, num_in),
             "HAS_BIAS": matrix.bias is not None,
             "HAS_RESIDUAL": residual is not None,
+            "HAS_GELU": has_gelu,
         }
         self.launch(programs.product, grid, arguments, constants)
         return out
@@ -243,17 +264,18 @@ class FusedKernels:
         tiles = _OF_GROUPS if matrix.bits == 4 else self.tiles
         return next((shape for shape in tiles if num_rows <= shape.rows), tiles[-1])
 
-    def open(self, rows: Tensor, gate_up: Matrix) -> Tensor:
-        """silu(gate) * up of [token, in] times the matrix of both."""
+    def open(self, rows: Tensor, gate_up: Matrix, gate: Gate) -> Tensor:
+        """gate(gate) * up of [token, in] times the matrix of both."""
         if len(rows) > NARROW:
-            return self.silu_times(self.product(rows, gate_up))
+            return self.gate_times_up(self.product(rows, gate_up), gate)
         (num_rows, num_in), width = rows.shape, len(gate_up.weight) // 2
         out = rows.new_empty(num_rows, width)
         tiles = self._tiles_for(num_rows, gate_up)
         grid = (1, triton.cdiv(width, tiles.columns // 2))
         scales = _given(gate_up)[0]
         arguments = (rows.contiguous(), gate_up.weight, scales, out, num_rows, num_in, width)
-        self.launch(programs.product_silu, grid, arguments, _cut(tiles, gate_up, num_in))
+        constants = {"IS_GELU": gate == "gelu_tanh", **_cut(tiles, gate_up, num_in)}
+        self.launch(programs.product_opened, grid, arguments, constants)
         return out
 
     def project(

@@ -22,6 +22,10 @@ _WORD = tl.constexpr(fused_attention.WORD)
 _GROUP = tl.constexpr(quantization.GROUP)
 _BORDERS = tl.constexpr(16)  # that borders behind a prompt are multiples of
 _AT_ONCE = tl.constexpr(4)  # parts that are read at once
+_ROOT_OF_HALF = tl.constexpr(0.5**0.5)
+# y of GELU by tanh, twice: x times so much, and x ** 3 times so much.
+_GELU_LINEAR = tl.constexpr(1.5957691216057308)
+_GELU_CUBIC = tl.constexpr(0.07135481627260025)
 _LOWEST = tl.constexpr(-900.0)  # of the exponents of weights, so that none overflows
 
 
@@ -65,21 +69,27 @@ def add_layer_norm(
 
 
 @triton.jit
-def _silu_times(gate, up, kind: tl.constexpr):
-    """silu(gate) * up of numbers in float32 that were rounded before."""
-    return ((gate * tl.sigmoid(gate)).to(kind).to(tl.float32) * up).to(kind)
+def _opened(gate, up, kind: tl.constexpr, IS_GELU: tl.constexpr):
+    """silu(gate) * up, or gelu(gate) * up, of numbers in float32 that were rounded before.
+
+    GELU by tanh, 0.5 * x * (1 + tanh(y)), is x * sigmoid(2 * y).
+    """
+    inside = gate
+    if IS_GELU:
+        inside = gate * tl.fma(gate * gate, _GELU_CUBIC, _GELU_LINEAR)
+    return ((gate * tl.sigmoid(inside)).to(kind).to(tl.float32) * up).to(kind)
 
 
 @triton.jit
-def silu_times(gate_up, out, width, BLOCK: tl.constexpr):
-    """silu(gate) * up, a block of one token's columns per program."""
+def gate_times_up(gate_up, out, width, IS_GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """gate(gate) * up, a block of one token's columns per program."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     gate = tl.load(gate_up + token * 2 * width + columns, mask=inside, other=0.0).to(tl.float32)
     behind = gate_up + token * 2 * width + width
     up = tl.load(behind + columns, mask=inside, other=0.0).to(tl.float32)
-    found = _silu_times(gate, up, out.dtype.element_ty)
+    found = _opened(gate, up, out.dtype.element_ty, IS_GELU)
     tl.store(out + token * width + columns, found, mask=inside)
 
 
@@ -498,10 +508,12 @@ def _halves(both, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def product(
     rows, weight, scales, bias, residual, out, num_rows, num_in, num_out,
     BITS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    IS_WHOLE: tl.constexpr, WEIGHT_FIRST: tl.constexpr,
+    HAS_GELU: tl.constexpr, IS_WHOLE: tl.constexpr, WEIGHT_FIRST: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows [row, in] times weight [out, in], plus a bias, plus what is there already.
+
+    Or with GELU of it, by the error function.
 
     Every number is summed along `in` by one program from the first to the last, whatever the tiles:
     a row has the bits that it has alone.
@@ -518,6 +530,9 @@ def product(
         total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
     here = row[:, None] * num_out + column[None, :]
     both = is_row[:, None] & is_column[None, :]
+    if HAS_GELU:
+        total = total.to(out.dtype.element_ty).to(tl.float32)
+        total = total * 0.5 * (1.0 + tl.erf(total * _ROOT_OF_HALF))
     if HAS_RESIDUAL:
         total = total.to(out.dtype.element_ty).to(tl.float32)
         total += tl.load(residual + here, mask=both, other=0.0).to(tl.float32)
@@ -525,12 +540,12 @@ def product(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def product_silu(
+def product_opened(
     rows, weight, scales, out, num_rows, num_in, width,
-    BITS: tl.constexpr, IS_WHOLE: tl.constexpr, WEIGHT_FIRST: tl.constexpr,
+    IS_GELU: tl.constexpr, BITS: tl.constexpr, IS_WHOLE: tl.constexpr, WEIGHT_FIRST: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """`product` with gate and up, then `silu_times`: bit for bit the same."""
+    """`product` with gate and up, then `gate_times_up`: bit for bit the same."""
     half: tl.constexpr = COLUMNS // 2
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     within = tl.program_id(1) * half + tl.arange(0, COLUMNS) % half
@@ -546,7 +561,7 @@ def product_silu(
     gate, up = _halves(total, ROWS, COLUMNS)
     column = (tl.program_id(1) * half + tl.arange(0, half)).to(tl.int64)
     both = is_row[:, None] & (column < width)[None, :]
-    found = _silu_times(gate, up, kind)
+    found = _opened(gate, up, kind, IS_GELU)
     tl.store(out + row[:, None] * width + column[None, :], found, mask=both)
 
 

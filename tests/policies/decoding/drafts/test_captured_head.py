@@ -279,7 +279,7 @@ def test_fused_kernels_run_a_head_as_its_modules_do() -> None:
         kept = attention.of_rows_out(torch.tensor([[2], [0]]))
         found = passes.run(*(one.flatten(0, 1) for one in behind), kept)
         torch.testing.assert_close(found, expected[[2, 3]], atol=1e-4, rtol=1e-4)
-    assert {*launch.launched} == {"rms_norm", "silu_times"}
+    assert {*launch.launched} == {"rms_norm", "gate_times_up"}
 
 
 def test_prompts_take_the_places_of_longer_ones() -> None:

@@ -116,4 +116,4 @@ def test_fused_kernels_answer_as_plain_ones_do() -> None:
     (tokens, margins), (fused_tokens, fused_margins) = found
     assert torch.equal(tokens, fused_tokens)
     torch.testing.assert_close(margins, fused_margins, atol=2e-4, rtol=2e-4)
-    assert set(launch.launched) == {"rms_norm", "silu_times", "add_layer_norm"}
+    assert set(launch.launched) == {"rms_norm", "gate_times_up", "add_layer_norm"}
