@@ -1,22 +1,24 @@
-"""The decoder's matrices in fewer bits, and multiplied in another way: times and bits."""
+"""Matrices in fewer bits, and multiplied in other ways than they are served: times and bits."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from deft_policies.benchmark.replay import Contender, replay
 from deft_policies.decoding.captured import NARROW, Shape
 from deft_policies.model.formats import Quantization
-from deft_policies.model.graphs import Reserve
+from deft_policies.model.graphs import Reserve, Tensors
 from scripts.bench.gpu import products
 from scripts.bench.gpu.asking import Row
 from scripts.bench.gpu.frames import captured_policy, scripts_like, times_of
 from scripts.bench.gpu.passes import both_ways, capture_units, cases_of, verdict
-from scripts.bench.gpu.setting import Setting
+from scripts.bench.gpu.setting import MeasuredRunner, Setting
 from scripts.bit_equality import find_difference
 
 if TYPE_CHECKING:
@@ -41,13 +43,55 @@ def weight_first(setting: Setting) -> Iterator[Row]:
     for inner, num_stages in ((128, 4), (128, 6), (256, 3), (256, 4)):
         tiles = replace(few, inner=inner, num_stages=num_stages), *others
         way = f"{_WEIGHT_FIRST}, {inner} at a time, {num_stages} stages"
-        with _tiles(setting, tiles):
+        with _kernels(setting, tiles=tiles):
             for shape in products.decoder_shapes(setting.network.decoder):
                 for found in products.table(setting, shape, rows):
                     yield {"what": found.pop("product"), "way": way, **found}
         rows = rows[:1]  # the others are cut as before
-    with _tiles(setting, WEIGHT_FIRST):
+    with _kernels(setting, tiles=WEIGHT_FIRST):
         yield from _passes(setting, _WEIGHT_FIRST)
+
+
+@torch.inference_mode()
+def towers(setting: Setting) -> Iterator[Row]:
+    """Towers and projector by other attentions, and by products of our own with GELU in them."""
+    network, config = setting.network, setting.config
+    side = config.image.size
+    pixels = setting.random(2, 3 * len(config.towers), side, side)
+    served = network.see(pixels)
+
+    def see(one: Tensor) -> Tensors:
+        return (network.see(one),)
+
+    for way, block in _ways_to_look(setting):
+        with block:
+            runner = MeasuredRunner(setting, Reserve(1))
+            (alone,) = runner.run(way, see, (pixels[:1],))
+            both = network.see(pixels)
+            yield {
+                "way": way,
+                "ms": setting.median_ms(runner.captures[-1].step.replay),
+                "as it is served": products.compare_bits(both, served),
+                "alone as with another": products.compare_bits(alone, both[:1]),
+            }
+
+
+def _ways_to_look(setting: Setting) -> Iterator[tuple[str, AbstractContextManager[object]]]:
+    yield _AS_SERVED, nullcontext()
+    attentions = {"flash attention": SDPBackend.FLASH_ATTENTION}
+    if setting.is_cuda:
+        attentions["cuDNN's attention"] = SDPBackend.CUDNN_ATTENTION
+        attentions["memory-efficient attention"] = SDPBackend.EFFICIENT_ATTENTION
+    for name, backend in attentions.items():
+        yield f"{name} alone", sdpa_kernel(backend)
+    if setting.network.decoder.kernels is None:
+        return
+    from deft_policies.model.kernels.launch import OF_TOWERS
+
+    for rows, columns, inner, num_stages in ((64, 64, 64, 4), (64, 128, 64, 3), (64, 32, 128, 4)):
+        tiles = replace(OF_TOWERS, rows=rows, columns=columns, inner=inner, num_stages=num_stages)
+        way = f"our products, {rows}x{columns}x{inner}"
+        yield way, _kernels(setting, of_towers=tiles)
 
 
 def fp8(setting: Setting) -> Iterator[Row]:
@@ -74,19 +118,19 @@ def _in_few_bits(setting: Setting, quantization: Quantization) -> Iterator[Row]:
         if network.decoder.kernels is not None and quantization is Quantization.FP8:
             from deft_policies.model.kernels.launch import WEIGHT_FIRST
 
-            with _tiles(setting, WEIGHT_FIRST):
+            with _kernels(setting, tiles=WEIGHT_FIRST):
                 yield from _passes(setting, _WEIGHT_FIRST)
     finally:
         del setting.network
 
 
 @contextmanager
-def _tiles(setting: Setting, tiles: "tuple[Tiles, ...]") -> Iterator[None]:
-    """A block in which the model's products are cut like this."""
+def _kernels(setting: Setting, **changes: "tuple[Tiles, ...] | Tiles") -> Iterator[None]:
+    """A block in which the model's kernels have these changes."""
     network = setting.network
     before = network.decoder.kernels
     assert before is not None
-    network.fuse(replace(before, tiles=tiles, _equals_ours={}))
+    network.fuse(replace(before, **changes, _equals_ours={}))  # type: ignore[arg-type]
     try:
         yield
     finally:

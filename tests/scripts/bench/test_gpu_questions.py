@@ -136,6 +136,16 @@ def test_the_weight_comes_first_for_a_question_alone(
     assert setting.network is not network  # what asks next has none in few bits
 
 
+def test_towers_are_asked_about_by_every_way_of_looking(tmp_path: Path) -> None:
+    setting = in_halves(tmp_path)
+    kernels = setting.network.decoder.kernels
+    ways = {row["way"]: row for row in formats.towers(setting)}
+    assert sum("our products" in str(way) for way in ways) == 3
+    assert ways["as it is served"]["as it is served"] == "yes"
+    assert all(float(row["ms"] or 0) > 0 for row in ways.values())
+    assert setting.network.decoder.kernels == kernels  # as they were
+
+
 def test_a_gpu_resizes_frames_itself_as_it_does_for_a_server(tmp_path: Path) -> None:
     frame = Setting(SIZES["tiny"], CPU, tmp_path).frames(1)[0].observation.image
     for device, shape in (("cuda", frame.shape), ("cpu", (28, 28, 3))):
