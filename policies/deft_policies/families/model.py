@@ -121,10 +121,13 @@ class Model(ABC):
         return [observation.image, *(observation.cameras[name] for name in names)]
 
     def complete(self, observation: Observation) -> Observation:
-        """Add what an observation lacks of all that is read besides a frame and an instruction."""
-        if observation.cameras:
-            return observation
-        return replace(observation, cameras=dict.fromkeys(self.camera_names, observation.image))
+        """Add what it lacks: the frame again for every camera, and a state of zeros."""
+        if not observation.cameras and self.camera_names:
+            cameras = dict.fromkeys(self.camera_names, observation.image)
+            observation = replace(observation, cameras=cameras)
+        if self.state_dim is not None and observation.state is None:
+            observation = replace(observation, state=np.zeros(self.state_dim, np.float32))
+        return observation
 
     @abstractmethod
     def capture(self) -> None:

@@ -7,7 +7,7 @@ the prompt.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -124,13 +124,6 @@ class Oft(Model):
             raise RequestError(
                 "state", f"the model reads the robot's raw state, {expected} numbers; got {got}"
             )
-
-    def complete(self, observation: Observation) -> Observation:
-        """Add the frame again for every wrist, and a state of zeros, where there are none."""
-        completed = super().complete(observation)
-        if self.state_dim is None or observation.state is not None:
-            return completed
-        return replace(completed, state=np.zeros(self.state_dim, np.float32))
 
     def answer(
         self, observations: Sequence[Observation], keys: Sequence[str], clock: StageClock

@@ -6,7 +6,6 @@ is masked counts for no position.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -199,13 +198,6 @@ class Pi0Fast(TokenModel):
             )
         cameras |= dict(zip(missing, wrists, strict=False))
         return [cameras[camera] for camera in files.cameras if camera in cameras]
-
-    def complete(self, observation: Observation) -> Observation:
-        """Add the frame again for every camera, and a state of zeros, where there are none."""
-        completed = super().complete(observation)
-        if observation.state is not None:
-            return completed
-        return replace(completed, state=np.zeros(self.files.state.dim, np.float32))
 
     def _encode(self, instruction: str) -> list[int]:
         """The prompt of a robot whose state is all zeros: what is said of prompts in general."""
