@@ -42,7 +42,7 @@ QUESTIONS: tuple[tuple[str, float, Callable[[Setting], Iterator[Row]]], ...] = (
     ("towers", 10, formats.towers),
     ("kernels", 15, passes.kernels),
     ("host", 10, frames.host),
-    ("transformers", 30, frames.transformers),
+    ("transformers", 20, frames.transformers),
     ("server", 25, server.server),
     ("batches", 40, frames.batches),
     ("heads", 10, heads.heads),
@@ -50,7 +50,7 @@ QUESTIONS: tuple[tuple[str, float, Callable[[Setting], Iterator[Row]]], ...] = (
     ("pi0-fast", 20, pi0fast.pi0fast),
     ("text", 20, frames.text),
     ("small-bits", 45, passes.small_bits),
-    ("fp8", 45, formats.fp8),
+    ("fp8", 55, formats.fp8),
     ("int4", 40, formats.int4),
 )
 

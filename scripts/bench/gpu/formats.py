@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _WIDTHS = (1, NARROW, 64)
 _AS_SERVED, _WEIGHT_FIRST = "as it is served", "weight first"
+_KEPT_WIDE = "weight first, wide copies kept"
 
 
 @torch.inference_mode()
@@ -95,7 +96,7 @@ def _ways_to_look(setting: Setting) -> Iterator[tuple[str, AbstractContextManage
 
 
 def fp8(setting: Setting) -> Iterator[Row]:
-    """As it is served, and with the weight first."""
+    """As it is served, with the weight first, and with wide copies for prefills, too."""
     yield from _in_few_bits(setting, Quantization.FP8)
 
 
@@ -118,19 +119,20 @@ def _in_few_bits(setting: Setting, quantization: Quantization) -> Iterator[Row]:
         if network.decoder.kernels is not None and quantization is Quantization.FP8:
             from deft_policies.model.kernels.launch import WEIGHT_FIRST
 
-            with _kernels(setting, tiles=WEIGHT_FIRST):
-                yield from _passes(setting, _WEIGHT_FIRST)
+            for way, keeps_wide in ((_WEIGHT_FIRST, False), (_KEPT_WIDE, True)):
+                with _kernels(setting, tiles=WEIGHT_FIRST, keeps_wide=keeps_wide):
+                    yield from _passes(setting, way)
     finally:
         del setting.network
 
 
 @contextmanager
-def _kernels(setting: Setting, **changes: "tuple[Tiles, ...] | Tiles") -> Iterator[None]:
+def _kernels(setting: Setting, **changes: "tuple[Tiles, ...] | Tiles | bool") -> Iterator[None]:
     """A block in which the model's kernels have these changes."""
     network = setting.network
     before = network.decoder.kernels
     assert before is not None
-    network.fuse(replace(before, **changes, _equals_ours={}))  # type: ignore[arg-type]
+    network.fuse(replace(before, **changes, _equals_ours={}, _wide={}))  # type: ignore[arg-type]
     try:
         yield
     finally:

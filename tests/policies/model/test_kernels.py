@@ -399,6 +399,19 @@ def test_a_weight_in_few_bits_multiplies_as_the_same_numbers_in_16_bits(
     assert torch.equal(kernels.open(rows, narrow.matrix, "silu"), others.open(rows, wide, "silu"))
 
 
+def test_a_weight_that_stays_wide_is_made_wide_once() -> None:
+    layer = torch.nn.Linear(64, 40, bias=False, dtype=torch.float16)
+    narrow = Fp8Linear(layer)
+    counted = Counted()
+    plain, kept = counted.kernels, replace(counted.kernels, keeps_wide=True)
+    rows = eighths(70, 64, dtype=torch.float16)
+    expected = plain.product(rows, narrow.matrix)
+    counted.launched.clear()
+    assert torch.equal(kept.product(rows, narrow.matrix), expected)
+    assert torch.equal(kept.product(rows, narrow.matrix), expected)
+    assert counted.launched == ["widen", "product", "product"]
+
+
 def test_who_multiplies_is_said_of_every_shape_that_was_asked_about() -> None:
     asked = {((64, 32), 40, True, True): True, ((64, 588), 40, False, True): False}
     kernels = replace(Counted().kernels, _equals_ours=asked)

@@ -131,8 +131,8 @@ def test_the_weight_comes_first_for_a_question_alone(
     assert setting.network.decoder.kernels == launch.kernels
     network = setting.network
     list(formats.fp8(setting))
-    expected = [("weight first", True), ("as it is served", False), ("weight first", True)]
-    assert asked == expected
+    in_bits = [("as it is served", False), ("weight first", True)]
+    assert asked == [("weight first", True), *in_bits, ("weight first, wide copies kept", True)]
     assert setting.network is not network  # what asks next has none in few bits
 
 

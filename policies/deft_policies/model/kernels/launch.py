@@ -113,10 +113,14 @@ class FusedKernels:
     # Whether a weight in few bits is made wide for many rows. Where all matrix instructions read
     # registers, those of few bits are added in another order than wide ones.
     widens: bool = True
+    # Whether a weight that was made wide stays so, as a copy beside it: twice its memory more, for
+    # prefills as fast as those of wide weights. Nothing but a question to a GPU asks for it.
+    keeps_wide: bool = False
     # What looks at frames is multiplied by our own product, cut like this; None: as the decoder.
     of_towers: Tiles | None = None
     # Whether PyTorch's product of such shapes has the bits of ours.
     _equals_ours: dict[_Asked, bool] = field(default_factory=dict)
+    _wide: dict[int, Tensor] = field(default_factory=dict)  # copies by the address of the weight
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise [token, width]."""
@@ -198,12 +202,17 @@ class FusedKernels:
     def _widened(self, matrix: Matrix, like: Tensor) -> Tensor:
         """A weight in few bits in the format of `like`, which holds it exactly."""
         assert matrix.scales is not None
+        address = matrix.weight.data_ptr()
+        if address in self._wide:
+            return self._wide[address]
         num_out, num_in = len(matrix.weight), like.shape[1]
         out = like.new_empty(num_out, num_in)
         grid = (num_out, triton.cdiv(num_in, _COLUMNS))
         arguments = (matrix.weight, matrix.scales, out, num_in)
         constants = {"BITS": matrix.bits, "BLOCK": _COLUMNS}
         self.launch(programs.widen, grid, arguments, constants)
+        if self.keeps_wide:
+            self._wide[address] = out
         return out
 
     def _agrees(self, matrix: Matrix, out: Tensor, residual: Tensor | None) -> bool:
