@@ -58,12 +58,13 @@ EXCEPTIONS = {
     # Only sm_80 and sm_90 have matrix instructions in float64; elsewhere the sums of attention are
     # made one by one.
     "attend": ((86, 89, 100, 120), 255, 168),
-    "attend 256": ((86, 89, 100, 120), 255, 424),
+    "attend 256": ((86, 89, 100, 120), 255, 440),
     # Weights in four bits are read into registers.
     "product 64x64x128 IS_WHOLE WEIGHT_FIRST 4 bits": ((80, 86, 89, 120), 255, 16),
     "product 64x64x128 HAS_RESIDUAL IS_WHOLE WEIGHT_FIRST 4 bits": ((80, 86, 89, 120), 255, 16),
     # Where rows are not whole, numbers are loaded one by one.
     "product 128x128x64 HAS_BIAS": (ARCHITECTURES, 255, 16),
+    "product 64x64x64 HAS_BIAS": (ARCHITECTURES, 255, 16),
 }
 _CPU, _FORMAT = torch.device("cpu"), torch.bfloat16
 _PROMPT = 288  # positions, patches and padding among them
