@@ -30,7 +30,7 @@ LIBERO := $(VENV)/.libero-installed
 
 .NOTPARALLEL:
 .PHONY: help install install-libero install-ray check release demo can-draw serve eval-libero clean
-.PHONY: docs test test-all test-again test-client test-server test-recipe test-docs test-gpu test-quarantine
+.PHONY: docs test test-all test-client test-server test-recipe test-docs test-gpu test-quarantine
 
 help:
 	@echo "make demo          serve tiny-libero, play LIBERO against it, write a report with videos"
@@ -68,10 +68,6 @@ test: $(INSTALLED)
 # Stand-ins are what the tests run on, so that they pass without LIBERO's own assets.
 test-all: $(INSTALLED) $(SIMULATOR)
 	DEFT_DRAWS=$${DEFT_DRAWS:-2} $(PYTEST) $(PYTEST_FLAGS)
-
-# Tests that failed in the last run, one after the other. Fails where none is known to have failed.
-test-again: $(INSTALLED) $(SIMULATOR)
-	DEFT_DRAWS=$${DEFT_DRAWS:-2} $(BIN)/pytest --last-failed --last-failed-no-failures none -rA $(PYTEST_FLAGS)
 
 # In an environment with everything nothing is installed for these two, in an empty one no torch.
 test-client: $(or $(wildcard $(INSTALLED)),$(LIGHT))
