@@ -1,6 +1,6 @@
 """Parts of the questions to a GPU that a CPU would not come by, and what is read of a profile."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton", reason="fused kernels need Triton")
 
 from deft_policies.model.graphs import Reserve
-from scripts.bench.gpu import formats
+from scripts.bench.gpu import formats, pi0fast, vla0
 from scripts.bench.gpu.asking import Row
 from scripts.bench.gpu.passes import read_profile, small_ways
 from scripts.bench.gpu.products import Shape, blas, compare_bits, table
@@ -134,6 +134,23 @@ def test_the_weight_comes_first_for_a_question_alone(
     in_bits = [("as it is served", False), ("weight first", True)]
     assert asked == [("weight first", True), *in_bits, ("weight first, wide copies kept", True)]
     assert setting.network is not network  # what asks next has none in few bits
+
+
+@pytest.mark.parametrize(
+    ("ask", "ways"),
+    [
+        (pi0fast.pi0fast, {"as it is served", "with fused kernels"}),
+        (vla0.vla0, {"without fused kernels", "as it is served"}),
+    ],
+)
+def test_small_networks_are_asked_with_our_kernels_and_without(
+    ask: Callable[[Setting], Iterator[Row]], ways: set[str], tmp_path: Path
+) -> None:
+    """Programs are only counted."""
+    setting, launch = Setting(SIZES["tiny"], CPU, tmp_path), Counted(is_run=False)
+    setting.network.fuse(launch.kernels)
+    assert {row["way"] for row in ask(setting)} == ways
+    assert {"attend", "gate_times_up"} <= set(launch.launched)
 
 
 def test_towers_are_asked_about_by_every_way_of_looking(tmp_path: Path) -> None:
