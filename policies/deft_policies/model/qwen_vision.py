@@ -69,13 +69,6 @@ class QwenVision(nn.Module):
         self._layout = lru_cache(maxsize=8)(self._make_layout)
         self.kernels: FusedKernels | None = None  # for inference
 
-    def fuse(self, kernels: "FusedKernels") -> None:
-        """From now on run with these: a picture then has the same bits among others as alone."""
-        self.kernels = kernels
-        for module in self.modules():
-            if isinstance(module, PackableLinear):
-                module.kernels = kernels
-
     def forward(self, patches: Tensor, grid: tuple[int, int]) -> Tensor:
         """`grid` is rows and columns of patches; patches of a merged place lie together."""
         layout = self._layout(grid, patches.device)

@@ -7,7 +7,7 @@ The same modules serve inference, where the decoder runs through its cache, and 
 import hashlib
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ class VlaNetwork(nn.Module):
 
     def fuse(self, kernels: "FusedKernels") -> None:
         """From now on run inference with these. Before anything is built on the decoder."""
-        self.decoder.kernels = kernels
+        fuse(self, kernels)
 
     def quantize_layer(self, index: int, quantization: Quantization, device: torch.device) -> None:
         """Store the matrices of one decoder layer in fewer bits, once its weights are there."""
@@ -123,12 +123,6 @@ class OpenVLAModel(VlaNetwork):
         hidden: Tensor = self.decoder(self.compose(self.see(pixels), ids))
         return hidden
 
-    def fuse(self, kernels: "FusedKernels") -> None:
-        """Those of towers and projector, too."""
-        super().fuse(kernels)
-        for part in (*self.towers, self.projector):
-            fuse_vision(part, kernels)
-
     def pack_vision(self) -> None:
         """Copy what looks at frames in bfloat16 into a layout that a CPU multiplies faster."""
         for module in (*self.towers.modules(), *self.projector.modules()):
@@ -145,10 +139,17 @@ class OpenVLAModel(VlaNetwork):
         }
 
 
-def fuse_vision(part: nn.Module, kernels: "FusedKernels") -> None:
-    """Have what looks at frames run with these from now on."""
+@runtime_checkable
+class RunsKernels(Protocol):
+    """A module that runs with fused kernels where it has some: decoders, towers, their layers."""
+
+    kernels: "FusedKernels | None"
+
+
+def fuse(part: nn.Module, kernels: "FusedKernels") -> None:
+    """Have everything of a part run inference with these from now on."""
     for module in part.modules():
-        if isinstance(module, VisionTransformer | PackableLinear):
+        if isinstance(module, RunsKernels):
             module.kernels = kernels
 
 

@@ -15,7 +15,7 @@ from deft_policies.model.gemma import ScaledEmbedding, SiglipTower
 from deft_policies.model.graphs import Reserve, StepRunner
 from deft_policies.model.llama import LlamaDecoder
 from deft_policies.model.sizes import LlamaSizes, TokenRange, TowerConfig
-from deft_policies.model.vla import fuse_vision
+from deft_policies.model.vla import fuse
 
 SIZES = LlamaSizes(
     vocabulary=40,
@@ -130,7 +130,7 @@ def test_fused_kernels_see_what_the_tower_does(dtype: torch.dtype) -> None:
     drawn(tower, std=0.2)
     pixels = torch.randn(2, 3, 28, 28, generator=torch.Generator().manual_seed(1)).to(dtype)
     expected = tower.to(dtype)(pixels)
-    fuse_vision(tower, counted.kernels)
+    fuse(tower, counted.kernels)
     torch.testing.assert_close(tower(pixels), expected, **tolerance(dtype))
     assert counted.launched.count("add_layer_norm") == 2 * TOWER.depth
     products = 1 + 4 * TOWER.depth

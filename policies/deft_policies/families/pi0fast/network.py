@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +20,7 @@ from deft_policies.model.llama import LlamaDecoder
 from deft_policies.model.sizes import LlamaSizes, TowerConfig, TrainingNotes
 from deft_policies.model.statistics import ActionStatistics
 from deft_policies.model.tensor_names import TensorPlace, layer_places
-from deft_policies.model.vla import VlaNetwork, fuse_vision
-
-if TYPE_CHECKING:
-    from deft_policies.model.kernels.launch import FusedKernels
+from deft_policies.model.vla import VlaNetwork
 
 HEAD, TABLE = "lm_head.weight", "model.language_model.embed_tokens.weight"
 _LAYERS, _TOWER = "model.language_model.", "model.vision_tower.vision_model."
@@ -85,12 +81,6 @@ class PaliGemma(VlaNetwork):
         if self.whole_head is not None:
             return self.whole_head.weight
         return self.decoder.head.weight if self.table is None else self.table.weight
-
-    def fuse(self, kernels: "FusedKernels") -> None:
-        """Those of tower and projector, too."""
-        super().fuse(kernels)
-        for part in (self.tower, self.projector):
-            fuse_vision(part, kernels)
 
     def see(self, pixels: Tensor) -> Tensor:
         """Inputs of the decoder [picture, patch, width] of [picture, 3, height, width]."""

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,9 +15,6 @@ from deft_policies.model.qwen_vision import QwenVision
 from deft_policies.model.statistics import ActionStatistics
 from deft_policies.model.tensor_names import TensorPlace
 from deft_policies.model.vla import VlaNetwork
-
-if TYPE_CHECKING:
-    from deft_policies.model.kernels.launch import FusedKernels
 
 SIDE = 224  # pixels of a picture's side
 _TABLE = "model.language_model.embed_tokens.weight"
@@ -59,11 +55,6 @@ class QwenFastNetwork(VlaNetwork):
         self.vision = QwenVision(config.vision)
         self.decoder = LlamaDecoder(config.llm)
         self.tie()
-
-    def fuse(self, kernels: "FusedKernels") -> None:
-        """Those of the tower, too."""
-        super().fuse(kernels)
-        self.vision.fuse(kernels)
 
     def tie(self) -> None:
         """Where the head is the table, let it take no memory of its own."""

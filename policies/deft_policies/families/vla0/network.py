@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from tokenizers import Tokenizer
@@ -24,9 +23,6 @@ from deft_policies.model.sizes import LlamaSizes, TrainingNotes
 from deft_policies.model.statistics import ActionStatistics
 from deft_policies.model.tensor_names import TensorPlace, layer_places
 from deft_policies.model.vla import VlaNetwork
-
-if TYPE_CHECKING:
-    from deft_policies.model.kernels.launch import FusedKernels
 
 CHARACTERS = "0123456789 "  # of an answer; its end comes behind them
 _MOST_POSITIONS = 4096  # more than any prompt and answer have: a table of angles is kept of them
@@ -137,11 +133,6 @@ class Vla0Network(VlaNetwork):
         table = torch.empty(config.vocab_size, width)
         self.embed_tokens = nn.Embedding(config.vocab_size, width, _weight=table)
         self.decoder = LlamaDecoder(config.llm)
-
-    def fuse(self, kernels: "FusedKernels") -> None:
-        """Those of the tower, too."""
-        super().fuse(kernels)
-        self.vision.fuse(kernels)
 
     def take_answer_rows(self) -> None:
         """Give the decoder the twelve rows of the table that it knows."""

@@ -17,6 +17,7 @@ from deft_policies.families.vla0.model import WIDEST, Vla0
 from deft_policies.memory import SessionMemory
 from deft_policies.model.graphs import StepRunner
 from deft_policies.model.qwen_vision import FRAMES, PATCH, QwenVision, QwenVisionSizes
+from deft_policies.model.vla import fuse
 from tests.fake_graphs import RecordingCapturer
 from tests.golden_vla0 import GOLDEN, VARIANTS, cameras, variant
 
@@ -101,7 +102,7 @@ def test_fused_kernels_see_what_modules_do(dtype: torch.dtype, grid: tuple[int, 
     vision, launch = vision.to(dtype).requires_grad_(False), Counted()
     patches = torch.randn(2, grid[0] * grid[1], 3 * FRAMES * PATCH**2, dtype=dtype)
     expected = vision(patches, grid)
-    vision.fuse(launch.kernels)
+    fuse(vision, launch.kernels)
     found = vision(patches, grid)
     tolerance = 1e-4 if dtype is torch.float32 else 2e-2
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
